@@ -1,0 +1,37 @@
+# Every target sets up its own virtual environment, .venv, the first time.
+#   make demo        run the main job: sparse against dense attention on a synthetic video, pictures in demo/
+#   make test        lint, type-check and test (minutes)
+#   make test-all    the same with the long fuzz and the slow matrices
+#   make bench       time named shapes on this machine
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: demo test test-all bench lint clean
+
+demo: .venv/ready
+	$(BIN)/rainfusion demo --out demo
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint
+	RAINFUSION_FUZZ=long $(BIN)/pytest
+
+bench: .venv/ready
+	$(BIN)/rainfusion bench
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,15 @@
+"""rainfusion: block-sparse attention for video and image Diffusion Transformers, on every torch device."""
+
+from rainfusion.api import block_sparse_attention, predict_mask, sparse_attention
+from rainfusion.blockmask import BlockMask
+from rainfusion.layout import TokenLayout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockMask",
+    "TokenLayout",
+    "block_sparse_attention",
+    "predict_mask",
+    "sparse_attention",
+]

@@ -1,0 +1,418 @@
+"""What callers may pass: every argument is checked here, before any work, and brought into one plain form.
+
+An error names the argument, what came and what is allowed. A check that concerns one argument stands alone; what
+must fit together (grid and length, mask and tensors) follows below it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from rainfusion.blockmask import BlockMask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INPUT_LAYOUTS = ("BNSD", "BSND")
+SPARSE_TYPES = (None, "rf_v2", "ada_bsa", "rf_v3")
+BLOCK_SIZES = (64, 128)
+TOKEN_ORDERS = ("window", "mindiesd", "raster")
+PRECISIONS = ("native", "fp8", "int8")
+
+REMOVED_BELOW = -1e4  # an additive key bias at or under this removes the key
+
+
+class VideoSpan(TypedDict):
+    """One clip of `video_spans`: tokens start ... start + t*h*w - 1."""
+
+    start: int
+    latent_shape: Sequence[int]
+
+
+class LayoutSpec(NamedTuple):
+    """A token layout as plain numbers: what `TokenLayout.build` was asked for, checked, and hashable for the cache."""
+
+    seq_len: int
+    latent_shape: tuple[int, int, int] | None
+    txt_len: int
+    video_spans: tuple[tuple[int, int, int, int], ...] | None  # (start, t, h, w) each
+    token_order: str
+    window: tuple[int, int, int] | None  # None: the default for a video or an image
+    block_size: int
+
+
+class Options(NamedTuple):
+    """The checked arguments of one call that are not tensors, in types that a custom op's schema knows."""
+
+    scale: float
+    is_causal: bool
+    inner_precise: int
+    strategy: str  # "dense", "rf_v2" or "ada_bsa"
+    sparsity: float
+    cdf_threshold: float
+    keep_sink: bool
+    keep_recent: bool
+    block_size: int
+    txt_len: int
+    latent_q: list[int]  # empty: none
+    latent_k: list[int]
+    video_spans: list[int]  # start, t, h, w, start, t, h, w, ...
+    token_order: str
+    window: list[int]
+
+    def layout_specs(self, q_len: int, k_len: int) -> tuple[LayoutSpec, LayoutSpec]:
+        """The layouts of q and of k."""
+        flat = [int(number) for number in self.video_spans]
+        clips = tuple((flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)) or None
+        return (
+            LayoutSpec(q_len, _triple(self.latent_q), self.txt_len, clips, self.token_order, *self._window_and_block()),
+            LayoutSpec(k_len, _triple(self.latent_k), self.txt_len, clips, self.token_order, *self._window_and_block()),
+        )
+
+    def _window_and_block(self) -> tuple[tuple[int, int, int] | None, int]:
+        return _triple(self.window), self.block_size
+
+
+def _triple(numbers: Sequence[int]) -> tuple[int, int, int] | None:
+    return (int(numbers[0]), int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one argument
+
+
+def integer(name: str, value: Any, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, (bool, float, str, Tensor)) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+        value = operator.index(value)  # a NumPy integer, say
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def number(name: str, value: Any) -> float:
+    # __float__: a NumPy number is welcome
+    if isinstance(value, (bool, str, Tensor)) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
+    # isinstance first: comparing a tensor or an array with == would not give a bool
+    if not (value is None or isinstance(value, (str, int))) or isinstance(value, bool) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def fraction(name: str, value: Any, *, zero: bool) -> float:
+    share = number(name, value)
+    if not (0.0 <= share <= 1.0) or (share == 0.0 and not zero):  # the first test is False for NaN
+        raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1], got {share}")
+    return share
+
+
+def checked_scale(value: Any, head_dim: int) -> float:
+    if value is None:
+        return float(head_dim**-0.5)
+    scale = number("scale", value)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}; None means head_dim ** -0.5 = {head_dim**-0.5:.4g}")
+    return scale
+
+
+def grid(name: str, value: Any) -> tuple[int, int, int]:
+    """A latent shape [t, h, w]."""
+    if isinstance(value, (str, Tensor, Mapping)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list or tuple [t, h, w], got {value!r} ({type(value).__name__})")
+    if len(value) != 3:
+        raise ValueError(f"{name} must have three numbers [t, h, w], got {list(value)}")
+    t, h, w = (integer(f"{name}[{i}]", size, minimum=1) for i, size in enumerate(value))
+    return t, h, w
+
+
+def spans(value: Any) -> tuple[tuple[int, int, int, int], ...]:
+    """Clips as (start, t, h, w): at least one, in order, none touching another's tokens."""
+    shape = '[{"start": int, "latent_shape": [t, h, w]}, ...]'
+    if isinstance(value, (str, Tensor, Mapping)) or not isinstance(value, Sequence):
+        raise TypeError(f"video_spans must be a list {shape}, got {value!r} ({type(value).__name__})")
+    if len(value) == 0:
+        raise ValueError(f"video_spans must hold at least one clip {shape}, got an empty list; None means no clips")
+    clips: list[tuple[int, int, int, int]] = []
+    end = 0
+    for i, span in enumerate(value):
+        if not isinstance(span, Mapping):
+            raise TypeError(f"video_spans[{i}] must be a dict with start and latent_shape, got {span!r}")
+        if set(span) != {"start", "latent_shape"}:
+            keys = sorted(map(str, span))
+            raise ValueError(f"video_spans[{i}] must have the keys start and latent_shape, got {keys}")
+        start = integer(f"video_spans[{i}]['start']", span["start"], minimum=0)
+        t, h, w = grid(f"video_spans[{i}]['latent_shape']", span["latent_shape"])
+        if start < end:
+            raise ValueError(
+                f"video_spans must be in order and disjoint: clip {i} starts at {start}, but the one before it ends "
+                f"at {end}"
+            )
+        end = start + t * h * w
+        clips.append((start, t, h, w))
+    return tuple(clips)
+
+
+def order_and_window(value: Any, block_size: int) -> tuple[str, tuple[int, int, int] | None]:
+    """A named token order, or a window of the caller's own."""
+    if isinstance(value, str):
+        if value in TOKEN_ORDERS:
+            return value, None
+    elif isinstance(value, Sequence):
+        window = grid("token_order", value)
+        tokens = math.prod(window)
+        if tokens not in (block_size, 128):
+            raise ValueError(
+                f"token_order must be a window (wt, wh, ww) of {block_size} tokens, got {window} of {tokens}; "
+                f"(4, 4, 8), (2, 8, 8) and (1, 8, 16) are windows of 128"
+            )
+        return "window", window
+    raise ValueError(
+        f"token_order must be {', '.join(map(repr, TOKEN_ORDERS))} or a window (wt, wh, ww), got {value!r}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what must fit together
+
+
+def tensors(q: Any, k: Any, v: Any, input_layout: Any, head_num: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [B, H, S, D] views. `v is k` where there is no v."""
+    choice("input_layout", input_layout, INPUT_LAYOUTS)
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+        if x.dim() != 4:
+            letters = ", ".join(input_layout)
+            raise ValueError(f"{name} must have 4 dimensions [{letters}], got {x.dim()}: shape {list(x.shape)}")
+    for name, x in named.items():
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_dtype(x)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {_dtype(q)}, got {_dtype(x)}; convert with .to(q.dtype)")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}; move it with .to(q.device)")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad, but sparse attention is for inference and has no backward: call it under "
+                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
+    if input_layout == "BSND":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # BSND -> BNSD view
+    _check_shapes(q, k, v)
+    if head_num is not None and integer("head_num", head_num, minimum=0) != q.shape[1]:
+        raise ValueError(
+            f"head_num must be q's number of heads, {q.shape[1]} in input_layout={input_layout!r}, got {head_num}; "
+            f"if {head_num} is right, the other input_layout may be meant"
+        )
+    return q, k, v
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Batch, heads and head dim of [B, H, S, D] views."""
+    sizes = f"as [B, N, S, D]: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape, got {sizes}")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}; {sizes}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k must have q's head dim {q.shape[3]}, got {k.shape[3]}; {sizes}")
+    if q.shape[3] == 0:
+        raise ValueError(f"q must have a head dim of at least 1, got 0; {sizes}")
+    q_heads, k_heads = q.shape[1], k.shape[1]
+    if q_heads != k_heads and (k_heads == 0 or q_heads % k_heads != 0):
+        raise ValueError(f"q's heads must be a multiple of k's heads, got {q_heads} and {k_heads}; {sizes}")
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`attn_mask` -> (keep, bias): bool [B, Sk], True where the key takes part; fp32 or fp64 [B, Sk], or None."""
+    if attn_mask is None:
+        return None, None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    batch, k_len = k.shape[0], k.shape[2]
+    if attn_mask.shape not in ((batch, k_len), (batch, 1, 1, k_len)):
+        raise ValueError(
+            f"attn_mask must be a key mask of shape [B, Sk] = [{batch}, {k_len}] or [{batch}, 1, 1, {k_len}], got "
+            f"{list(attn_mask.shape)}; a mask per query is not supported, use torch's scaled_dot_product_attention"
+        )
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}")
+    if attn_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("attn_mask requires grad, but sparse attention has no backward: pass attn_mask.detach()")
+    attn_mask = attn_mask.reshape(batch, k_len)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    if not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
+    bias = attn_mask.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    keep = ~(bias <= REMOVED_BELOW)  # NaN is not removed: it shows in the output, as it would in dense attention
+    return keep, bias.masked_fill(~keep, 0.0)
+
+
+def layout_spec(
+    seq_len: Any,
+    latent_shape: Any,
+    txt_len: Any,
+    video_spans: Any,
+    token_order: Any,
+    block_size: Any,
+    *,
+    name: str = "latent_shape",
+) -> LayoutSpec:
+    """The checked layout of one sequence."""
+    seq_len = integer("seq_len", seq_len, minimum=0)
+    txt_len = integer("txt_len", txt_len, minimum=0)
+    choice("block_size", block_size, BLOCK_SIZES)
+    token_order, window = order_and_window(token_order, block_size)
+    shape = None if latent_shape is None else grid(name, latent_shape)
+    clips = None if video_spans is None else spans(video_spans)
+    if clips is not None:
+        if shape is not None or txt_len != 0:
+            raise ValueError(
+                f"video_spans excludes txt_len and {name}: text and other context are simply the tokens outside the "
+                f"clips; got txt_len={txt_len}, {name}={shape}"
+            )
+        start, t, h, w = clips[-1]
+        if start + t * h * w > seq_len:
+            raise ValueError(
+                f"video_spans must lie inside the sequence of {seq_len} tokens, but clip {len(clips) - 1} ends at "
+                f"{start} + {t}*{h}*{w} = {start + t * h * w}"
+            )
+    if txt_len > seq_len:
+        raise ValueError(f"txt_len must be at most the sequence length {seq_len}, got {txt_len}")
+    if shape is not None and txt_len + math.prod(shape) != seq_len:
+        t, h, w = shape
+        raise ValueError(
+            f"{name} must fill the sequence: txt_len + t*h*w = {txt_len} + {t}*{h}*{w} = {txt_len + t * h * w}, but "
+            f"the sequence has {seq_len} tokens"
+        )
+    return LayoutSpec(seq_len, shape, txt_len, clips, token_order, window, block_size)
+
+
+def block_mask(mask: Any, q: Tensor, k: Tensor, block_size: int | None) -> None:
+    """A `BlockMask` must describe these tensors (`block_size=None`: whatever the mask has)."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a rainfusion.BlockMask, got {type(mask).__name__}; see BlockMask.from_dense")
+    if block_size is not None and mask.block_size != block_size:
+        raise ValueError(f"mask has blocks of {mask.block_size} tokens, the call has block_size={block_size}")
+    (batch, heads, q_len, _), k_len = q.shape, k.shape[2]
+    size = mask.block_size
+    expected = (batch, heads, -(-q_len // size), -(-k_len // size))
+    if tuple(mask.indices.shape) != expected:
+        raise ValueError(
+            f"mask must be [B, H, NQ, NK] = {list(expected)} for {q_len} queries and {k_len} keys in blocks of "
+            f"{size}, got {list(mask.indices.shape)}; predict it again for this call"
+        )
+    for side, known, length in (("q", mask.q_len, q_len), ("k", mask.k_len, k_len)):
+        if known is not None and known != length:
+            raise ValueError(f"mask was made for {side} of {known} tokens, got {length}; predict it again")
+    if mask.indices.device != q.device:
+        raise ValueError(f"mask must be on q's device {q.device}, got {mask.indices.device}; use mask.to(q.device)")
+
+
+def options(
+    q: Tensor,
+    k: Tensor,
+    *,
+    predicts: bool,
+    scale: Any = None,
+    is_causal: Any = False,
+    inner_precise: Any = 0,
+    sparse_type: Any = None,
+    txt_len: Any = 0,
+    block_size: Any = 128,
+    latent_shape_q: Any = None,
+    latent_shape_k: Any = None,
+    keep_sink: Any = True,
+    keep_recent: Any = True,
+    cdf_threshold: Any = 1.0,
+    sparsity: Any = 0.0,
+    video_spans: Any = None,
+    token_order: Any = "window",
+) -> Options:
+    """Everything that is not a tensor, checked. What another strategy would read is checked too, then left out.
+
+    `predicts`: the call has no mask of its own, so that rf_v2 at sparsity 0 is plain dense attention.
+    """
+    choice("sparse_type", sparse_type, SPARSE_TYPES)
+    strategy = {None: "dense", "rf_v3": "rf_v2"}.get(sparse_type, sparse_type)
+    scale = checked_scale(scale, q.shape[3])
+    is_causal = flag("is_causal", is_causal)
+    choice("inner_precise", inner_precise, (0, 1))
+    choice("block_size", block_size, BLOCK_SIZES)
+    sparsity = fraction("sparsity", sparsity, zero=True)
+    cdf_threshold = fraction("cdf_threshold", cdf_threshold, zero=False)
+    keep_sink, keep_recent = flag("keep_sink", keep_sink), flag("keep_recent", keep_recent)
+    txt_len = integer("txt_len", txt_len, minimum=0)
+    order, window = order_and_window(token_order, block_size)
+    latent_q = [] if latent_shape_q is None else list(grid("latent_shape_q", latent_shape_q))
+    latent_k = [] if latent_shape_k is None else list(grid("latent_shape_k", latent_shape_k))
+    clips = () if video_spans is None else spans(video_spans)
+
+    q_len, k_len = q.shape[2], k.shape[2]
+    if is_causal and strategy == "rf_v2":
+        raise ValueError(
+            f"is_causal must be False with sparse_type={sparse_type!r}, which reorders tokens; use "
+            "sparse_type='ada_bsa' or None for causal attention"
+        )
+    check_causal(is_causal, q_len, k_len)
+    if block_size != 128 and strategy == "ada_bsa":
+        raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
+
+    if strategy == "rf_v2":
+        if clips and q_len != k_len:
+            raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")
+        if q_len == k_len:  # one grid serves both sides
+            latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
+        for name, length, latent in (("latent_shape_q", q_len, latent_q), ("latent_shape_k", k_len, latent_k)):
+            layout_spec(length, latent or None, txt_len, video_spans, token_order, block_size, name=name)
+        if predicts and sparsity == 0.0:
+            strategy = "dense"
+    if strategy != "rf_v2":
+        txt_len, latent_q, latent_k, clips, order, window = 0, [], [], (), "raster", None
+
+    return Options(
+        scale=scale,
+        is_causal=is_causal,
+        inner_precise=inner_precise,
+        strategy=strategy,
+        sparsity=sparsity,
+        cdf_threshold=cdf_threshold,
+        keep_sink=keep_sink,
+        keep_recent=keep_recent,
+        block_size=block_size,
+        txt_len=txt_len,
+        latent_q=latent_q,
+        latent_k=latent_k,
+        video_spans=[number for clip in clips for number in clip],
+        token_order=order,
+        window=list(window or ()),
+    )
+
+
+def check_causal(is_causal: bool, q_len: int, k_len: int) -> None:
+    if is_causal and q_len != k_len:
+        raise ValueError(f"is_causal needs q and k of one length, got {q_len} and {k_len}")

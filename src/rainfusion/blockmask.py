@@ -1,0 +1,142 @@
+"""BlockMask: which key blocks each query block attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """For every query block, how many key blocks it attends to and which.
+
+    counts   int32 [B, H, NQ]      number of key blocks of a row
+    indices  int32 [B, H, NQ, NK]  those blocks first, ascending; then all the others, ascending
+
+    The convention is FlexAttention's: a row is a permutation of all key blocks, so reading past `counts` is safe.
+
+    Example: two query blocks and three key blocks; the first row keeps blocks 0 and 2, the second keeps block 1.
+
+    >>> mask = BlockMask.from_dense(torch.tensor([[[[1, 0, 1], [0, 1, 0]]]], dtype=torch.bool))
+    >>> mask.counts.tolist()
+    [[[2, 1]]]
+    >>> mask.indices.tolist()
+    [[[[0, 2, 1], [1, 0, 2]]]]
+    >>> mask.density()
+    0.5
+
+    `q_len` and `k_len` are the numbers of tokens the mask was predicted for, None if it does not know.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    block_size: int = 128
+    q_len: int | None = None
+    k_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, x, dims in (("counts", self.counts, 3), ("indices", self.indices, 4)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.dtype != torch.int32:
+                raise TypeError(f"{name} must be int32, got {x.dtype}")
+            if x.dim() != dims:
+                raise ValueError(f"{name} must have {dims} dimensions, got shape {list(x.shape)}")
+        if self.counts.shape != self.indices.shape[:3]:
+            raise ValueError(
+                f"counts [B, H, NQ] must match indices [B, H, NQ, NK], got {list(self.counts.shape)} and "
+                f"{list(self.indices.shape)}"
+            )
+        if self.counts.device != self.indices.device:
+            devices = f"{self.counts.device} and {self.indices.device}"
+            raise ValueError(f"counts and indices must be on one device, got {devices}")
+        if not isinstance(self.block_size, int) or self.block_size not in (64, 128):
+            raise ValueError(f"block_size must be 64 or 128, got {self.block_size!r}")
+        rows, columns = self.indices.shape[2:]
+        for name, length, blocks in (("q_len", self.q_len, rows), ("k_len", self.k_len, columns)):
+            if length is not None and -(-length // self.block_size) != blocks:
+                raise ValueError(f"{name}={length} does not make {blocks} blocks of {self.block_size} tokens")
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, block_size: int = 128) -> BlockMask:
+        """From a bool tensor [B, H, NQ, NK], True where a block is kept. The result knows no lengths."""
+        if not isinstance(dense, Tensor):
+            raise TypeError(f"dense must be a torch.Tensor, got {type(dense).__name__}")
+        if dense.dtype != torch.bool:
+            raise TypeError(f"dense must be bool (True = keep), got {dense.dtype}")
+        if dense.dim() != 4:
+            raise ValueError(f"dense must have 4 dimensions [B, H, NQ, NK], got shape {list(dense.shape)}")
+        rank = dense.cumsum(-1, dtype=torch.int32)  # of kept blocks, from 1
+        counts = dense.sum(-1, dtype=torch.int32)
+        columns = torch.arange(dense.shape[-1], dtype=torch.int32, device=dense.device).expand(dense.shape)
+        # kept blocks go to 0, 1, ...; a dropped one has `column - rank` dropped ones before it
+        position = torch.where(dense, rank - 1, counts.unsqueeze(-1) + columns - rank)
+        indices = torch.empty_like(columns, memory_format=torch.contiguous_format)
+        return cls(counts, indices.scatter_(-1, position.long(), columns), block_size)
+
+    @classmethod
+    def full(
+        cls,
+        batch: int,
+        heads: int,
+        q_len: int,
+        k_len: int,
+        *,
+        block_size: int = 128,
+        is_causal: bool = False,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """Every block, or with `is_causal` every block that is not wholly in the future."""
+        rows, columns = -(-q_len // block_size), -(-k_len // block_size)
+        dense = torch.ones(batch, heads, rows, columns, dtype=torch.bool, device=device)
+        if is_causal:
+            dense = dense.tril()
+        return replace(cls.from_dense(dense, block_size), q_len=q_len, k_len=k_len)
+
+    @property
+    def num_q_blocks(self) -> int:
+        return self.indices.shape[2]
+
+    @property
+    def num_k_blocks(self) -> int:
+        return self.indices.shape[3]
+
+    def to_dense(self) -> Tensor:
+        """bool [B, H, NQ, NK]: True where a block is kept."""
+        slots = torch.arange(self.num_k_blocks, device=self.counts.device)
+        kept = slots < self.counts.unsqueeze(-1)
+        return torch.zeros_like(kept).scatter_(-1, self.indices.long(), kept)
+
+    def to_dense_tokens(self, q_len: int | None = None, k_len: int | None = None) -> Tensor:
+        """bool [B, H, Sq, Sk]: for small sizes and pictures; the lengths only where the mask does not know them."""
+        q_len = self.q_len if q_len is None else q_len
+        k_len = self.k_len if k_len is None else k_len
+        dense = self.to_dense().repeat_interleave(self.block_size, -2).repeat_interleave(self.block_size, -1)
+        return dense[..., :q_len, :k_len]
+
+    def density(self) -> float:
+        """The share of blocks kept, 0 to 1 (reads the counts back from the device)."""
+        blocks = self.counts.numel() * self.num_k_blocks
+        return int(self.counts.sum(dtype=torch.int64)) / blocks if blocks else 0.0
+
+    def check_values(self) -> None:
+        """Raises where a count or an index is out of range. On a CPU only: elsewhere it would wait for the device."""
+        if self.indices.device.type != "cpu" or self.indices.numel() == 0:
+            return
+        columns = self.num_k_blocks
+        for name, x, limit in (("counts", self.counts, columns), ("indices", self.indices, columns - 1)):
+            smallest, largest = (int(end) for end in x.aminmax())
+            if smallest < 0 or largest > limit:
+                raise ValueError(f"mask.{name} must be in 0..{limit}, got values from {smallest} to {largest}")
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        return replace(self, counts=self.counts.to(device), indices=self.indices.to(device))
+
+    def __repr__(self) -> str:
+        batch, heads, rows, columns = self.indices.shape
+        return (
+            f"BlockMask(batch={batch}, heads={heads}, blocks={rows}x{columns}, block_size={self.block_size}, "
+            f"q_len={self.q_len}, k_len={self.k_len}, device={self.indices.device})"
+        )

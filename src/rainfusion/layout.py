@@ -1,0 +1,234 @@
+"""Token layouts: the order in which rf_v2 cuts a sequence into blocks, and which blocks it never drops.
+
+A permutation is data. Whatever the grid, the text or the clips are, a layout is three small tensors: `order`,
+`inverse` and `protected`; every stage after this one only reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rainfusion import arguments
+
+Clip = tuple[int, int, int, int]  # start, t, h, w
+
+# Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128.
+VIDEO_WINDOW = (4, 4, 8)
+IMAGE_WINDOW = (1, 8, 16)
+
+_TILE = 8  # edge of the tiles of token_order="mindiesd"
+_NO_CLIP = -1  # label of a token that belongs to no clip: text, first frames, context
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """`reordered[i] = tokens[order[i]]`, cut into blocks of `block_size` tokens.
+
+    order      int64 [S]  the token of the caller that comes i-th
+    inverse    int64 [S]  where the caller's token went: `order[inverse] == arange(S)`
+    protected  bool  [N]  blocks that are never dropped, N = ceil(S / block_size)
+
+    Example: 3 frames of 8x8 tokens behind 10 text tokens. Frames 1 and 2 come first, in windows; then frame 0; then
+    the text. The 128 tokens of frames 1 and 2 fill block 0; the other 74 are protected.
+
+    >>> layout = TokenLayout.build(202, latent_shape=[3, 8, 8], txt_len=10)
+    >>> layout.protected.tolist()
+    [False, True]
+    >>> layout.order[128].item(), layout.order[192].item()   # the first token of frame 0, of the text
+    (10, 0)
+    """
+
+    seq_len: int
+    block_size: int
+    order: Tensor
+    inverse: Tensor
+    protected: Tensor
+    is_identity: bool
+
+    def __post_init__(self) -> None:
+        if self.order.shape != (self.seq_len,) or self.inverse.shape != (self.seq_len,):
+            raise ValueError(
+                f"order and inverse must have shape ({self.seq_len},), got {tuple(self.order.shape)} and "
+                f"{tuple(self.inverse.shape)}; TokenLayout.build makes both"
+            )
+        if self.protected.shape != (self.num_blocks,):
+            raise ValueError(f"protected must have shape ({self.num_blocks},), got {tuple(self.protected.shape)}")
+
+    @classmethod
+    def build(
+        cls,
+        seq_len: int,
+        latent_shape: Sequence[int] | None = None,
+        txt_len: int = 0,
+        video_spans: Sequence[arguments.VideoSpan] | None = None,
+        token_order: str | Sequence[int] = "window",
+        block_size: int = 128,
+    ) -> TokenLayout:
+        """The layout of one sequence, on the CPU; `.to(device)` moves it."""
+        spec = arguments.layout_spec(seq_len, latent_shape, txt_len, video_spans, token_order, block_size)
+        return _build(spec)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.seq_len // self.block_size)
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """[..., S, D] in the caller's order -> [..., S, D] in this order."""
+        return x if self.is_identity else x.index_select(-2, self.order)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """[..., S, D] in this order -> [..., S, D] in the caller's order."""
+        return x if self.is_identity else x.index_select(-2, self.inverse)
+
+    def to(self, device: torch.device | str) -> TokenLayout:
+        moved = {name: getattr(self, name).to(device) for name in ("order", "inverse", "protected")}
+        return replace(self, **moved)
+
+    def __repr__(self) -> str:
+        kind = "the caller's order" if self.is_identity else "reordered"
+        return (
+            f"TokenLayout({self.seq_len} tokens, {self.num_blocks} blocks of {self.block_size}, {kind}, "
+            f"{int(self.protected.sum())} protected)"
+        )
+
+
+@lru_cache(maxsize=256)
+def cached_layout(spec: arguments.LayoutSpec, device: torch.device) -> TokenLayout:
+    """The same layout serves every layer and step, so it is built once per device. Never write into it."""
+    return _build(spec).to(device)
+
+
+def _build(spec: arguments.LayoutSpec) -> TokenLayout:
+    # Cached tensors must be ordinary ones, whatever mode or default device the first caller was in.
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        order, protected = _order_and_protected(spec)
+        tokens = torch.arange(spec.seq_len)
+        inverse = torch.empty_like(order)
+        inverse[order] = tokens
+        is_identity = torch.equal(order, tokens)
+    return TokenLayout(spec.seq_len, spec.block_size, order, inverse, protected, is_identity)
+
+
+def _order_and_protected(spec: arguments.LayoutSpec) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(spec.seq_len)
+    if spec.latent_shape is None and spec.video_spans is None:
+        # no grid: nothing moves, and blocks that hold text stay
+        return tokens, _any_per_block(tokens < spec.txt_len, spec.block_size)
+
+    if spec.token_order == "mindiesd" and spec.latent_shape is not None:
+        return _mindiesd_order(spec), _mindiesd_protected(spec)
+
+    clips = _clips(spec)
+    labels = torch.full((spec.seq_len,), _NO_CLIP)
+    for number, clip in enumerate(clips):
+        labels[_body(clip)] = number
+    order = tokens if spec.token_order == "raster" else _packed_order(spec, clips, labels)
+    return order, _protected_by_label(labels[order], spec.block_size)
+
+
+def _clips(spec: arguments.LayoutSpec) -> list[Clip]:
+    if spec.video_spans is not None:
+        return list(spec.video_spans)
+    assert spec.latent_shape is not None
+    return [(spec.txt_len, *spec.latent_shape)]
+
+
+def _body(clip: Clip) -> slice:
+    """The tokens of a clip that may be dropped: all but the first frame of a video."""
+    start, t, h, w = clip
+    return slice(start + (h * w if t > 1 else 0), start + t * h * w)
+
+
+def _packed_order(spec: arguments.LayoutSpec, clips: list[Clip], labels: Tensor) -> Tensor:
+    """Each clip's body in windows, then the first frames, then all that is in no clip."""
+    bodies, first_frames = [], []
+    outside = labels == _NO_CLIP
+    for start, t, h, w in clips:
+        if t == 1:
+            bodies.append(start + _image_order(spec, h, w))
+        else:
+            bodies.append(start + h * w + _later_frames_order(spec, t - 1, h, w))
+            first_frames.append(start + _first_frame_order(spec, h, w))
+            outside[start : start + h * w] = False
+    return torch.cat([*bodies, *first_frames, outside.nonzero().flatten()])
+
+
+def _image_order(spec: arguments.LayoutSpec, h: int, w: int) -> Tensor:
+    if spec.token_order == "mindiesd":
+        return _first_frame_order(spec, h, w)
+    return _window_key(1, h, w, spec.window or IMAGE_WINDOW).argsort()
+
+
+def _first_frame_order(spec: arguments.LayoutSpec, h: int, w: int) -> Tensor:
+    """Raster: it is protected whole. The reference tiles it where the tiles fit."""
+    if spec.token_order == "mindiesd" and h % _TILE == 0 and w % _TILE == 0:
+        return _tile_key(h, w).argsort()
+    return torch.arange(h * w)
+
+
+def _later_frames_order(spec: arguments.LayoutSpec, t: int, h: int, w: int) -> Tensor:
+    if spec.token_order == "mindiesd":
+        return (torch.arange(t)[:, None] * (h * w) + _tile_key(h, w).argsort()).flatten()
+    return _window_key(t, h, w, spec.window or VIDEO_WINDOW).argsort()
+
+
+def _window_key(t: int, h: int, w: int, window: tuple[int, int, int]) -> Tensor:
+    """Sort by (band, w, t % wt, h % wh), w running backwards in odd bands.
+
+    A band is wt frames by wh rows at full width, walked column by column and back along the next one, like a plough.
+    So any `block_size` consecutive tokens are neighbours whatever the remainders of t, h and w are, with no padding.
+    """
+    wt, wh, _ = window
+    frame, row, column = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+    band = (frame // wt) * -(-h // wh) + row // wh
+    along = torch.where(band % 2 == 0, column, w - 1 - column)
+    return (((band * w + along) * wt + frame % wt) * wh + row % wh).flatten()
+
+
+def _tile_key(h: int, w: int) -> Tensor:
+    """Full 8x8 tiles row by row, then the bottom h%8 rows at full width, then the right w%8 columns of tiled rows."""
+    tiled_h, tiled_w = h - h % _TILE, w - w % _TILE
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    tile = (y // _TILE) * (tiled_w // _TILE) + x // _TILE
+    in_tiles = tile * _TILE * _TILE + (y % _TILE) * _TILE + x % _TILE
+    bottom = tiled_h * tiled_w + (y - tiled_h) * w + x
+    right = tiled_h * tiled_w + (h - tiled_h) * w + y * (w - tiled_w) + (x - tiled_w)
+    key = torch.where(y >= tiled_h, bottom, torch.where(x >= tiled_w, right, in_tiles))
+    return key.flatten()
+
+
+def _mindiesd_order(spec: arguments.LayoutSpec) -> Tensor:
+    """Frame by frame, the first one in its place, then the text."""
+    assert spec.latent_shape is not None
+    t, h, w = spec.latent_shape
+    frames = torch.cat([_first_frame_order(spec, h, w), h * w + _later_frames_order(spec, t - 1, h, w)])
+    return torch.cat([spec.txt_len + frames, torch.arange(spec.txt_len)])
+
+
+def _mindiesd_protected(spec: arguments.LayoutSpec) -> Tensor:
+    """Exactly the first ceil(hw / block) blocks, of a video, and the last ceil(txt / block), as the reference does."""
+    assert spec.latent_shape is not None
+    t, h, w = spec.latent_shape
+    blocks = torch.arange(-(-spec.seq_len // spec.block_size))
+    first = -(-h * w // spec.block_size) if t > 1 else 0
+    last = -(-spec.txt_len // spec.block_size)
+    return (blocks < first) | (blocks >= len(blocks) - last)
+
+
+def _protected_by_label(labels: Tensor, block_size: int) -> Tensor:
+    """A block is protected if it holds a token of no clip, or tokens of two clips."""
+    changes = torch.zeros_like(labels, dtype=torch.bool)
+    changes[1:] = labels[1:] != labels[:-1]
+    changes[::block_size] = False  # between two blocks nothing is mixed
+    return _any_per_block((labels == _NO_CLIP) | changes, block_size)
+
+
+def _any_per_block(flags: Tensor, block_size: int) -> Tensor:
+    """bool [S] -> bool [ceil(S / block_size)]."""
+    padding = -len(flags) % block_size
+    return torch.nn.functional.pad(flags, (0, padding)).view(-1, block_size).any(-1)

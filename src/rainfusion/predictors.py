@@ -1,0 +1,89 @@
+"""Predictors: how much each key block matters to each query block, without computing the attention.
+
+`mean_scores` is rf_v2's, on block means; `antidiagonal_mass` is ada_bsa's, on strided samples of the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rainfusion.slabs import head_slabs
+
+STRIDE = 8  # tokens in a group of ada_bsa
+BLOCK = 128  # its block size
+_GROUPS = BLOCK // STRIDE  # groups in a block
+
+_CHUNK_BYTES = 64 * 2**20  # of fp32 logits held at a time
+
+
+def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | None = None) -> Tensor:
+    """score[i, j] = scale * mean_q[i] . mean_k[j], in fp32; -inf where block j has no key left.
+
+    [B, Hq, NQ, D], [B, Hk, NK, D], live bool [B, NK] or None -> [B, Hq, NQ, NK]
+    """
+    k_means = k_means.repeat_interleave(q_means.shape[1] // max(1, k_means.shape[1]), dim=1)
+    # one product per batch element, so that an element's scores do not depend on its neighbours, to the last bit
+    scores = torch.stack([query @ key.mT for query, key in zip(q_means, k_means, strict=True)]) * scale
+    return scores if live is None else scores.masked_fill(~live[:, None, None, :], -torch.inf)
+
+
+def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, is_causal: bool) -> Tensor:
+    """mass[i, j] = sum over the 16x16 groups of a block pair of softmax_b(mean logit of 8 antidiagonal pairs).
+
+    S[a, b] = scale / 8 * sum_i q[8a + 7 - i] . k[8b + i]: one product of the tokens of group a, backwards, with those
+    of group b. q [B, Hq, Sq, D], k [B, Hk, Sk, D], keep bool [B, Sk] or None -> fp32 [B, Hq, NQ, NK].
+    """
+    batch, q_heads, q_len, head_dim = q.shape
+    k_heads, k_len = k.shape[1], k.shape[2]
+    rows, columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
+    shared = q_heads // max(1, k_heads)  # query heads that share a key head
+    mass = q.new_empty((batch, q_heads, rows, columns), dtype=torch.float32)
+    live = _live_groups(keep, batch, k_len, columns, k.device)  # [B, columns * 16]
+    rows_at_once = max(1, _CHUNK_BYTES // (4 * shared * _GROUPS * max(1, columns * _GROUPS)))
+    for b in range(batch):
+        for slab in head_slabs(k_heads, columns * BLOCK * head_dim * 4, _CHUNK_BYTES):
+            keys = _grouped(k[b, slab], None if keep is None else keep[b])  # [h, columns * 16, 8D]
+            for head, key in enumerate(keys, start=slab.start):
+                queries = q[b, head * shared : (head + 1) * shared]  # [shared, Sq, D]
+                for first in range(0, rows, rows_at_once):
+                    last = min(first + rows_at_once, rows)
+                    part = _grouped(queries[:, first * BLOCK : last * BLOCK]).unflatten(2, (STRIDE, head_dim))
+                    part = part.flip(2).flatten(2)  # the 8 tokens of a group backwards
+                    logits = (part.flatten(0, 1) @ key.mT).unflatten(0, part.shape[:2]).mul_(scale / STRIDE)
+                    probs = _group_softmax(logits, live[b], first * _GROUPS, q_len, is_causal)
+                    sums = probs.unflatten(2, (columns, _GROUPS)).sum(3).unflatten(1, (last - first, _GROUPS)).sum(2)
+                    mass[b, head * shared : (head + 1) * shared, first:last] = sums
+    return mass
+
+
+def _group_softmax(logits: Tensor, live: Tensor, first_group: int, q_len: int, is_causal: bool) -> Tensor:
+    """[h, groups of q, groups of k] -> probabilities; rows of padding, and rows that see no key, are zero."""
+    # A NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output as in dense attention.
+    largest = torch.finfo(torch.float32).max
+    logits = logits.nan_to_num_(nan=largest, posinf=largest, neginf=-torch.inf)
+    logits.masked_fill_(~live, -torch.inf)
+    group = torch.arange(first_group, first_group + logits.shape[1], device=logits.device)
+    if is_causal:
+        future = torch.arange(logits.shape[2], device=logits.device) > group[:, None]
+        logits.masked_fill_(future, -torch.inf)
+    probs = logits.softmax(-1).nan_to_num_(nan=0.0)
+    return probs.masked_fill_((group * STRIDE >= q_len)[:, None], 0.0)
+
+
+def _grouped(x: Tensor, keep: Tensor | None = None) -> Tensor:
+    """[h, S, D] -> fp32 [h, groups, 8D], zero-padded to whole blocks; keys that were removed count as padding."""
+    if keep is not None:
+        x = x.masked_fill(~keep.unsqueeze(-1), 0.0)
+    padding = -x.shape[1] % BLOCK
+    x = F.pad(x.float(), (0, 0, 0, padding)) if padding else x.float()
+    return x.reshape(x.shape[0], -1, STRIDE * x.shape[2])
+
+
+def _live_groups(keep: Tensor | None, batch: int, k_len: int, columns: int, device: torch.device) -> Tensor:
+    """bool [B, columns * 16]: groups with a real key in them."""
+    if keep is None:
+        keep = torch.ones(batch, k_len, dtype=torch.bool, device=device)
+    groups: Tensor = F.pad(keep, (0, columns * BLOCK - k_len)).unflatten(1, (columns * _GROUPS, STRIDE))
+    return groups.any(2)
