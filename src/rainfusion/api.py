@@ -96,11 +96,14 @@ def sparse_attention(
     keep, bias = arguments.key_mask(attn_mask, q, k)
     runner = backends.choose(backend, precision, q, k, v, mask)
 
-    if options.strategy == "dense" and mask is None and backend == "auto" and _sdpa_can(options, keep, return_lse):
-        out, lse = _sdpa(q, k, v, keep, bias, options), None
-        mask = full_mask(q, k, options) if return_mask else None
-    else:
+    if mask is not None or options.strategy != "dense":
         out, lse, mask = _run(q, k, v, keep, bias, mask, options, runner, return_lse, return_mask)
+    else:
+        if backend == "auto" and not return_lse and _sdpa_can(options, keep):
+            out, lse = _sdpa(q, k, v, keep, bias, options), None
+        else:  # in blocks of 128 whatever the mask's blocks are: dense attention is the same to the last bit
+            out, lse, _ = _run(q, k, v, keep, bias, None, options._replace(block_size=128), runner, return_lse, False)
+        mask = full_mask(q, k, options) if return_mask else None
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     if not (return_lse or return_mask):
         return out
@@ -221,15 +224,12 @@ def _pipeline(
         mask.check_values()
     out, lse = backends.BACKENDS[runner].attend(
         q, k, v, mask, q_layout, k_layout,
-        keep=keep, bias=bias, scale=scale, is_causal=is_causal, inner_precise=inner_precise,
+        keep=keep, bias=bias, scale=scale, is_causal=is_causal, inner_precise=inner_precise, return_lse=return_lse,
     )  # fmt: skip
-    nothing = mask.counts.new_empty(0)
-    return (
-        out,
-        lse if return_lse else lse.new_empty(0),
-        mask.counts if return_mask else nothing,
-        mask.indices if return_mask else nothing.clone(),
-    )
+    lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    if not return_mask:
+        return out, lse, mask.counts.new_empty(0), mask.counts.new_empty(0)
+    return out, lse, mask.counts, mask.indices
 
 
 @_pipeline.register_fake
@@ -339,9 +339,9 @@ def _run(
 # dense attention is torch's own
 
 
-def _sdpa_can(options: Options, keep: Tensor | None, return_lse: bool) -> bool:
-    """torch's function has no LSE, and takes either a mask or `is_causal`."""
-    return not return_lse and not (options.is_causal and keep is not None)
+def _sdpa_can(options: Options, keep: Tensor | None) -> bool:
+    """torch's function takes either a mask or `is_causal`, and `is_causal` gives NaN on a CPU if scale <= 0."""
+    return not options.is_causal or (keep is None and options.scale > 0)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, options: Options) -> Tensor:

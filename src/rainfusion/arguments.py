@@ -23,7 +23,7 @@ BLOCK_SIZES = (64, 128)
 TOKEN_ORDERS = ("window", "mindiesd", "raster")
 PRECISIONS = ("native", "fp8", "int8")
 
-REMOVED_BELOW = -1e4  # an additive key bias at or under this removes the key
+REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
 
 
 class VideoSpan(TypedDict):
@@ -124,7 +124,7 @@ def fraction(name: str, value: Any, *, zero: bool) -> float:
 
 def checked_scale(value: Any, head_dim: int) -> float:
     if value is None:
-        return float(head_dim**-0.5)
+        return 1.0 / math.sqrt(head_dim)  # as torch computes it, to the last bit
     scale = number("scale", value)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}; None means head_dim ** -0.5 = {head_dim**-0.5:.4g}")
@@ -267,8 +267,9 @@ def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
         return attn_mask, None
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
+    # -1e4 as the mask's own dtype holds it (-9984 in bf16). NaN is not removed: it shows, as in dense attention.
+    keep = ~(attn_mask <= torch.tensor(REMOVED_AT, dtype=attn_mask.dtype).item())
     bias = attn_mask.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    keep = ~(bias <= REMOVED_BELOW)  # NaN is not removed: it shows in the output, as it would in dense attention
     return keep, bias.masked_fill(~keep, 0.0)
 
 
@@ -385,10 +386,10 @@ def options(
     if strategy == "rf_v2":
         if clips and q_len != k_len:
             raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")
-        if q_len == k_len:  # one grid serves both sides
-            latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
         for name, length, latent in (("latent_shape_q", q_len, latent_q), ("latent_shape_k", k_len, latent_k)):
             layout_spec(length, latent or None, txt_len, video_spans, token_order, block_size, name=name)
+        if q_len == k_len:  # one grid serves both sides
+            latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
         if predicts and sparsity == 0.0:
             strategy = "dense"
     if strategy != "rf_v2":

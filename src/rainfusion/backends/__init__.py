@@ -33,7 +33,8 @@ class Backend(Protocol):
         scale: float,
         is_causal: bool,
         inner_precise: int,
-    ) -> tuple[Tensor, Tensor]: ...
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 BACKENDS: dict[str, Backend] = {"portable": portable, "reference": reference}

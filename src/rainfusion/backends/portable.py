@@ -1,18 +1,18 @@
 """Block-sparse attention in plain torch operations, for any device that torch runs on.
 
-Rows with the same number of key blocks form a group. A chunk of such rows is one batched product after another:
+Rows with the same number of key blocks form a group. A chunk of its rows is one batched operation after another:
 
-    gather the rows' key and value blocks -> logits = q @ k^T -> online softmax -> out += probs @ v
+    gather the rows' key and value blocks -> logits = q @ k^T -> softmax -> probs @ v
 
-in pieces of a few key blocks, so the logits of a piece stay in the cache and no memory grows with the sequence. Only
-a row's last block can be ragged or on the diagonal, since blocks are in ascending order; nothing else is masked unless
-the caller gave a key mask.
+in pieces of a few key blocks, merged by their log-sum-exp, so that the logits of a piece stay in the cache and no
+memory grows with the sequence. Torch's softmax is one pass where max, exp and sum by hand are four, each of them with a
+barrier between the threads. Blocks are in ascending order, so only a row's last one can be ragged or on the diagonal,
+and nothing else is masked unless the caller gave a key mask.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,55 +45,67 @@ def attend(
     scale: float,
     is_causal: bool,
     inner_precise: int,
+    return_lse: bool,
     workspace_bytes: int = WORKSPACE_BYTES,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Same contract as `reference.attend`.
 
-    Memory beyond inputs and outputs stays within `workspace_bytes`, or what one key head and its query heads need in
-    fp32 if that is more: its k, v, q and output in block order, and one piece of one row.
+    Memory beyond inputs and outputs stays within `workspace_bytes`, or what one key head and its query heads need if
+    that is more: its k, v, q and output in block order, and one piece of one row.
     """
-    batch, heads, q_len, head_dim = q.shape
+    batch, heads, q_len, _ = q.shape
     k_heads = k.shape[1]
     shared = heads // max(1, k_heads)  # query heads that share a key head
     out = torch.empty_like(q)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
     compute = _compute_dtype(q, inner_precise)
-    head_tokens = 2 * mask.num_k_blocks + 2 * shared * mask.num_q_blocks
-    head_bytes = head_tokens * mask.block_size * head_dim * compute.itemsize
-    slab_bytes = workspace_bytes // 2
-    if q.device.type == "cpu":
-        slab_bytes = min(slab_bytes, _CPU_SLAB_BYTES)
     for b in range(batch):  # never across batch elements: each one's result is its own to the last bit
-        extra = _key_bias(mask, k_layout, keep, bias, b, k.device, compute)
+        key_bias = _key_bias(k_layout, keep, bias, b, k.device, compute)
         removed = None if keep is None or bool(keep[b].all()) else ~keep[b].unsqueeze(-1)  # [Sk, 1]
-        for slab in head_slabs(k_heads, head_bytes, slab_bytes):
-            q_slab = slice(slab.start * shared, slab.stop * shared)
-            rows = _Rows(
+        for k_slab in head_slabs(k_heads, _head_bytes(mask, q, shared, compute), _slab_bytes(q, workspace_bytes)):
+            q_slab = slice(k_slab.start * shared, k_slab.stop * shared)
+            slab = _Slab(
                 q=_blocks(q[b, q_slab], q_layout, compute),
-                k=_blocks(k[b, slab], k_layout, compute, removed=removed),
-                v=_blocks(v[b, slab], k_layout, compute, removed=removed),
+                k=_blocks(k[b, k_slab], k_layout, compute, removed),
+                v=_blocks(v[b, k_slab], k_layout, compute, removed),
+                counts=mask.counts[b, q_slab],
                 indices=mask.indices[b, q_slab],
-                key_bias=extra,
+                key_bias=key_bias,
                 scale=scale,
+                is_causal=is_causal,
             )
-            counts = mask.counts[b, q_slab]
-            if is_causal:
-                counts = _causal_counts(counts, rows.indices)
-            result, result_lse = _attend_rows(rows, counts, is_causal, workspace_bytes // 2)
+            result, result_lse = _attend_slab(slab, return_lse, workspace_bytes // 2)
             out[b, q_slab] = q_layout.restore(result.flatten(1, 2)[:, :q_len])
-            lse[b, q_slab] = q_layout.restore(result_lse.flatten(1, 2)[:, :q_len].unsqueeze(-1)).squeeze(-1)
+            if lse is not None and result_lse is not None:
+                lse[b, q_slab] = q_layout.restore(result_lse.flatten(1, 2)[:, :q_len]).squeeze(-1)
     return out, lse
 
 
-class _Rows(NamedTuple):
-    """One slab: heads of one batch element, cut into blocks (T tokens each), in block order."""
+class _Slab(NamedTuple):
+    """Some heads of one batch element, cut into blocks of T tokens, in block order."""
 
     q: Tensor  # [h, NQ, T, D]
     k: Tensor  # [hk, NK, T, D]
     v: Tensor
+    counts: Tensor  # int32 [h, NQ]
     indices: Tensor  # int32 [h, NQ, NK]
     key_bias: Tensor | None  # [NK, T], -inf for keys that do not count; None where all of them do, plainly
     scale: float
+    is_causal: bool
+
+
+class _Group(NamedTuple):
+    """Rows of a slab with the same number n of key blocks."""
+
+    q: Tensor  # [G, T, D], scaled unless in half precision
+    row: Tensor  # [G] its number among the head's rows
+    blocks: Tensor  # [G, n] its key blocks
+    where: Tensor  # [G, n] the same, counted over all key heads of the slab
+    masked_from: list[int]  # G positions, 0 to n: the first block with a key bias
+
+    def rows(self, start: int, stop: int) -> _Group:
+        part = slice(start, stop)
+        return _Group(self.q[part], self.row[part], self.blocks[part], self.where[part], self.masked_from[part])
 
 
 def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
@@ -103,7 +115,22 @@ def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
     return torch.float32
 
 
-def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, *, removed: Tensor | None = None) -> Tensor:
+def _softmax_dtype(compute: torch.dtype) -> torch.dtype:
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+def _head_bytes(mask: BlockMask, q: Tensor, shared: int, compute: torch.dtype) -> int:
+    """k, v, and for each query head q and output, the latter two once more in the order of the groups."""
+    blocks = 2 * mask.num_k_blocks + 4 * shared * mask.num_q_blocks
+    return blocks * mask.block_size * q.shape[3] * compute.itemsize
+
+
+def _slab_bytes(q: Tensor, workspace_bytes: int) -> int:
+    half = workspace_bytes // 2  # the other half is for the pieces
+    return min(half, _CPU_SLAB_BYTES) if q.device.type == "cpu" else half
+
+
+def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, removed: Tensor | None = None) -> Tensor:
     """[h, S, D] in the caller's order -> [h, N, T, D] in block order, zero-padded. A view where nothing has to move."""
     x = layout.reorder(x).to(dtype)
     if removed is not None:
@@ -114,20 +141,13 @@ def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, *, removed: Tens
 
 
 def _key_bias(
-    mask: BlockMask,
-    layout: TokenLayout,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    b: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, b: int, device: torch.device, compute: torch.dtype
 ) -> Tensor | None:
     """What is added to the logits of each key, in block order: the caller's bias, -inf for removed keys and padding."""
     padding = -layout.seq_len % layout.block_size
     if keep is None and bias is None and padding == 0:
         return None
-    dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    total = torch.zeros(layout.seq_len, 1, dtype=dtype, device=device)
+    total = torch.zeros(layout.seq_len, 1, dtype=_softmax_dtype(compute), device=device)
     if bias is not None:
         total += bias[b].unsqueeze(-1)
     if keep is not None:
@@ -136,90 +156,101 @@ def _key_bias(
     return total.view(layout.num_blocks, layout.block_size)
 
 
-def _causal_counts(counts: Tensor, indices: Tensor) -> Tensor:
+def _attend_slab(slab: _Slab, return_lse: bool, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
+    """-> out [h, NQ, T, D], lse [h, NQ, T, 1] or None, both in block order."""
+    heads, num_rows, size, head_dim = slab.q.shape
+    at_once = max(1, workspace_bytes // (_PIECE_BLOCKS * size * (2 * size + 2 * head_dim) * 4))
+    if slab.q.device.type == "cpu":
+        at_once = min(at_once, torch.get_num_threads())  # a row for each: what they touch stays in their caches
+    counts = _causal_counts(slab) if slab.is_causal else slab.counts
+    wide = _softmax_dtype(slab.q.dtype)
+    out = torch.empty((heads * num_rows, size, head_dim), dtype=wide, device=slab.q.device)
+    lse = torch.empty((heads * num_rows, size, 1), dtype=wide, device=slab.q.device) if return_lse else None
+    for count, rows in _rows_by_count(counts.flatten().tolist()):
+        chosen = torch.tensor(rows, device=out.device)
+        part, part_lse = _attend_group(slab, _group(slab, chosen, count), return_lse, at_once)
+        out.index_copy_(0, chosen, part)
+        if lse is not None and part_lse is not None:
+            lse.index_copy_(0, chosen, part_lse)
+    return out.view(slab.q.shape), None if lse is None else lse.view(heads, num_rows, size, 1)
+
+
+def _causal_counts(slab: _Slab) -> Tensor:
     """Blocks that are wholly in the future are at the end of their row: leave them out."""
-    rows, columns = indices.shape[1:]
-    kept = torch.arange(columns, device=indices.device) < counts.unsqueeze(-1)
-    past = indices <= torch.arange(rows, device=indices.device).unsqueeze(-1)
+    rows, columns = slab.indices.shape[1:]
+    kept = torch.arange(columns, device=slab.indices.device) < slab.counts.unsqueeze(-1)
+    past = slab.indices <= torch.arange(rows, device=slab.indices.device).unsqueeze(-1)
     return (kept & past).sum(-1)
 
 
-def _attend_rows(rows: _Rows, counts: Tensor, is_causal: bool, workspace_bytes: int) -> tuple[Tensor, Tensor]:
-    """-> out [h, NQ, T, D], lse [h, NQ, T], both in block order."""
-    heads, num_rows, size, head_dim = rows.q.shape
-    out = torch.empty_like(rows.q, dtype=_softmax_dtype(rows.q))
-    lse = torch.empty((heads, num_rows, size), dtype=out.dtype, device=out.device)
-    queries = rows.q.flatten(0, 1)
-    flat_out, flat_lse = out.flatten(0, 1), lse.flatten(0, 1)
-    row_bytes = _PIECE_BLOCKS * size * (2 * size + 2 * head_dim) * 4
-    at_once = max(1, workspace_bytes // row_bytes)
-    if rows.q.device.type == "cpu":
-        at_once = min(at_once, 2 * torch.get_num_threads())  # the working set stays in the cache
-    for count, chunk in _chunks(counts.flatten().tolist(), at_once):
-        chosen = torch.tensor(chunk, device=out.device)
-        if count == 0:  # nothing to attend to
-            flat_out.index_fill_(0, chosen, 0.0)
-            flat_lse.index_fill_(0, chosen, -torch.inf)
-            continue
-        blocks = rows.indices.flatten(0, 1)[chosen, :count].long()  # [R, count]
-        part, part_lse = _attend_chunk(rows, queries.index_select(0, chosen), chosen, blocks, is_causal)
-        flat_out.index_copy_(0, chosen, part)
-        flat_lse.index_copy_(0, chosen, part_lse)
-    return out, lse
-
-
-def _softmax_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _chunks(counts: list[int], at_once: int) -> Iterator[tuple[int, list[int]]]:
-    """(number of blocks, rows with just that many), at most `at_once` rows together."""
+def _rows_by_count(counts: list[int]) -> list[tuple[int, list[int]]]:
+    """(number of blocks, the rows with just that many), ascending."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, count in enumerate(counts):
         groups[count].append(row)
-    for count in sorted(groups):
-        for start in range(0, len(groups[count]), at_once):
-            yield count, groups[count][start : start + at_once]
+    return sorted(groups.items())
 
 
-def _attend_chunk(rows: _Rows, q: Tensor, chosen: Tensor, blocks: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """q [R, T, D], chosen [R] (row numbers in the slab), blocks [R, count] -> out [R, T, D], lse [R, T]."""
-    heads, num_rows = rows.q.shape[:2]
-    k_heads, num_blocks = rows.k.shape[:2]
-    head = chosen // num_rows // (heads // k_heads)  # key head of each row
-    where = head[:, None] * num_blocks + blocks  # in the flattened [hk * NK]
-    row = chosen % num_rows
-    wide = _softmax_dtype(q)
-    # in half precision the scale would round q once more: there it goes to the logits
-    q, logit_scale = (q.mul_(rows.scale), None) if q.dtype == wide else (q, rows.scale)
-    total: Tensor | None = None
-    for first in range(0, blocks.shape[1], _PIECE_BLOCKS):
-        piece = slice(first, first + _PIECE_BLOCKS)
-        logits = torch.bmm(q, _gathered(rows.k, where[:, piece]).mT)  # [R, T, n*T]
-        if logit_scale is not None:
-            logits = logits.to(wide).mul_(logit_scale)
-        _mask_logits(logits, rows.key_bias, blocks[:, piece], row, is_causal)
-        values = _gathered(rows.v, where[:, piece])
-        if total is None:
-            largest = logits.amax(-1, keepdim=True)
-            probs = _exp_inplace(logits, largest)
-            total = probs.sum(-1, keepdim=True)
-            out = torch.bmm(probs.to(values.dtype), values).to(wide)
+def _group(slab: _Slab, chosen: Tensor, count: int) -> _Group:
+    """chosen [G]: numbers of rows, counted over all heads of the slab."""
+    heads, num_rows = slab.q.shape[:2]
+    k_heads, num_blocks = slab.k.shape[:2]
+    q = slab.q.flatten(0, 1).index_select(0, chosen)
+    if q.dtype == _softmax_dtype(q.dtype):
+        q.mul_(slab.scale)  # in half precision that would round q once more: there the logits are scaled
+    blocks = slab.indices.flatten(0, 1).index_select(0, chosen)[:, :count].long()
+    head = chosen // num_rows // (heads // k_heads)
+    masked_from = [count] * len(chosen)
+    if slab.key_bias is not None:
+        masked = (slab.key_bias != 0).any(-1)[blocks]  # [G, n]
+        position = torch.arange(count, device=blocks.device).expand(masked.shape)
+        masked_from = F.pad(position.where(masked, count), (0, 1), value=count).amin(1).tolist()
+    return _Group(q, chosen % num_rows, blocks, head[:, None] * num_blocks + blocks, masked_from)
+
+
+def _attend_group(slab: _Slab, group: _Group, return_lse: bool, at_once: int) -> tuple[Tensor, Tensor | None]:
+    """-> out [G, T, D], lse [G, T, 1] or None."""
+    rows, size, _ = group.q.shape
+    wide = _softmax_dtype(group.q.dtype)
+    out = torch.zeros_like(group.q, dtype=wide) if group.blocks.shape[1] == 0 else torch.empty_like(group.q, dtype=wide)
+    lse = torch.full((rows, size, 1), -torch.inf, dtype=wide, device=out.device) if return_lse else None
+    for start in range(0, rows if group.blocks.shape[1] else 0, at_once):
+        stop = min(start + at_once, rows)
+        part, part_lse = _attend_chunk(slab, group.rows(start, stop), return_lse)
+        out[start:stop] = part
+        if lse is not None and part_lse is not None:
+            lse[start:stop] = part_lse
+    return out, lse
+
+
+def _attend_chunk(slab: _Slab, chunk: _Group, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """A group small enough to be attended at once."""
+    wide = _softmax_dtype(chunk.q.dtype)
+    count = chunk.blocks.shape[1]
+    return_lse = return_lse or count > _PIECE_BLOCKS  # pieces are merged by it
+    masked_from = min(chunk.masked_from)
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for first in range(0, count, _PIECE_BLOCKS):
+        last = min(first + _PIECE_BLOCKS, count)
+        where = chunk.where[:, first:last]
+        logits = torch.bmm(chunk.q, _gathered(slab.k, where).mT)  # [R, T, n*T]
+        if logits.dtype != wide:
+            logits = logits.to(wide).mul_(slab.scale)
+        if masked_from < last:
+            _add_key_bias(logits, slab.key_bias, chunk.blocks[:, first:last], max(0, masked_from - first))
+        if slab.is_causal and last == count:
+            _hide_future(logits, chunk.blocks[:, -1] == chunk.row)
+        probs, part_lse = _softmax(logits, may_be_empty=masked_from < last, return_lse=return_lse)
+        part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where)).to(wide)
+        if out is None:
+            out, lse = part, part_lse
         else:
-            before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True))
-            decay = _exp_inplace(before, largest)
-            probs = _exp_inplace(logits, largest)
-            total = total * decay + probs.sum(-1, keepdim=True)
-            out = out * decay + torch.bmm(probs.to(values.dtype), values)
-    assert total is not None
-    lse = torch.where(total == 0, -torch.inf, largest + total.log())
-    # nothing to attend to: 0, not 0 / 0
-    return out / total.masked_fill(total == 0, 1.0), lse.squeeze(-1)
-
-
-def _exp_inplace(logits: Tensor, largest: Tensor) -> Tensor:
-    """exp(logits - largest); a row that has seen only -inf so far gives 0, not NaN."""
-    return logits.sub_(largest.masked_fill(largest == -torch.inf, 0.0)).exp_()
+            assert lse is not None
+            assert part_lse is not None
+            out, lse = _merged(out, lse, part, part_lse)
+    assert out is not None
+    return out, lse
 
 
 def _gathered(x: Tensor, where: Tensor) -> Tensor:
@@ -229,16 +260,39 @@ def _gathered(x: Tensor, where: Tensor) -> Tensor:
     return blocks.view(where.shape[0], where.shape[1] * size, head_dim)
 
 
-def _mask_logits(logits: Tensor, key_bias: Tensor | None, blocks: Tensor, row: Tensor, is_causal: bool) -> None:
-    """Adds the keys' bias and cuts off the future, in place, in the columns that need it."""
+def _add_key_bias(logits: Tensor, key_bias: Tensor | None, blocks: Tensor, start: int) -> None:
+    """logits [R, T, n*T], blocks [R, n]: in place, from the block at position `start` on."""
+    assert key_bias is not None
     size = logits.shape[1]
-    if key_bias is not None:
-        touched = (key_bias != 0).any(-1)[blocks].any(0).nonzero()  # positions where some row has such a block
-        if len(touched):
-            start = int(touched[0])
-            logits[:, :, start * size :] += key_bias[blocks[:, start:]].flatten(1).unsqueeze(1)
-    if is_causal:
-        # [R, 1]: only a row's last block can be the diagonal one
-        diagonal = (blocks[:, -1] == row)[:, None, None]
-        token = torch.arange(size, device=logits.device)
-        logits[:, :, -size:].masked_fill_(diagonal & (token > token[:, None]), -torch.inf)
+    logits[:, :, start * size :] += key_bias[blocks[:, start:]].flatten(1).unsqueeze(1)
+
+
+def _hide_future(logits: Tensor, diagonal: Tensor) -> None:
+    """In place, in the last block of the rows where it is the diagonal one: diagonal bool [R]."""
+    size = logits.shape[1]
+    token = torch.arange(size, device=logits.device)
+    future = token > token[:, None]
+    logits[:, :, -size:].masked_fill_(diagonal[:, None, None] & future, -torch.inf)
+
+
+def _softmax(logits: Tensor, *, may_be_empty: bool, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Probabilities, and their normaliser if asked for: the largest one is exp(largest logit - lse).
+
+    A row of -inf only gives 0 and -inf, not NaN.
+    """
+    probs = logits.softmax(-1)
+    if not (may_be_empty or return_lse):
+        return probs, None
+    largest = logits.amax(-1, keepdim=True)
+    empty = largest == -torch.inf
+    probs.masked_fill_(empty, 0.0)
+    if not return_lse:
+        return probs, None
+    return probs, (largest - probs.amax(-1, keepdim=True).log()).masked_fill(empty, -torch.inf)
+
+
+def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from the attention over each."""
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.masked_fill(total == -torch.inf, 0.0)  # neither set has a key: 0 * exp(-inf)
+    return out.mul_((lse - finite).exp()).add_(part.mul_((part_lse - finite).exp())), total

@@ -29,7 +29,8 @@ def attend(
     scale: float,
     is_causal: bool,
     inner_precise: int,
-) -> tuple[Tensor, Tensor]:
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
     """out[i] = sum_j softmax_j(scale * q_i . k_j + bias_j) v_j over the kept keys j of the kept blocks of i's row."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads, q_len, _ = q.shape
@@ -59,4 +60,4 @@ def attend(
         lse[b, h, queries] = logits.logsumexp(-1)
         probs = logits.softmax(-1).masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
         out[b, h, queries] = probs @ value
-    return torch.empty_like(q).copy_(out), lse.float()
+    return torch.empty_like(q).copy_(out), lse.float() if return_lse else None

@@ -1,0 +1,18 @@
+"""Fresh memory is filled with NaN (floats) or huge numbers (ints), so that a read before a write shows."""
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("rainfusion", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("rainfusion")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch fills what `torch.empty` returns only in deterministic mode."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
