@@ -347,14 +347,12 @@ def _sdpa_can(options: Options, keep: Tensor | None) -> bool:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, options: Options) -> Tensor:
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q)
-    grouped = q.shape[1] != k.shape[1]
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if keep is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, scale=options.scale, is_causal=options.is_causal, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q, k, v, scale=options.scale, is_causal=options.is_causal, **grouped)
     removed = ~keep[:, None, :, None]  # [B, 1, Sk, 1]
     k, v = k.masked_fill(removed, 0.0), v.masked_fill(removed, 0.0)  # a removed key may hold anything, NaN too
     logit_bias = torch.zeros_like(keep, dtype=q.dtype) if bias is None else bias.to(q.dtype)
     logit_bias = logit_bias.masked_fill(~keep, -torch.inf)[:, None, None, :]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=logit_bias, scale=options.scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=logit_bias, scale=options.scale, **grouped)
     return out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)  # fully masked: 0 on every device

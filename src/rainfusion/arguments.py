@@ -24,6 +24,7 @@ TOKEN_ORDERS = ("window", "mindiesd", "raster")
 PRECISIONS = ("native", "fp8", "int8")
 
 REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
+REMOVED_AT_BF16 = -9984.0  # what -1e4 is in a bf16 mask
 
 
 class VideoSpan(TypedDict):
@@ -253,7 +254,7 @@ def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
     batch, k_len = k.shape[0], k.shape[2]
-    if attn_mask.shape not in ((batch, k_len), (batch, 1, 1, k_len)):
+    if attn_mask.shape != (batch, k_len) and attn_mask.shape != (batch, 1, 1, k_len):
         raise ValueError(
             f"attn_mask must be a key mask of shape [B, Sk] = [{batch}, {k_len}] or [{batch}, 1, 1, {k_len}], got "
             f"{list(attn_mask.shape)}; a mask per query is not supported, use torch's scaled_dot_product_attention"
@@ -267,8 +268,8 @@ def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
         return attn_mask, None
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
-    # -1e4 as the mask's own dtype holds it (-9984 in bf16). NaN is not removed: it shows, as in dense attention.
-    keep = ~(attn_mask <= torch.tensor(REMOVED_AT, dtype=attn_mask.dtype).item())
+    # NaN is not removed: it shows in the output, as it would in dense attention
+    keep = ~(attn_mask <= (REMOVED_AT_BF16 if attn_mask.dtype == torch.bfloat16 else REMOVED_AT))
     bias = attn_mask.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     return keep, bias.masked_fill(~keep, 0.0)
 
