@@ -6,7 +6,7 @@ import sys
 # /proc/self/clear_refs takes the kernel's peak back to what is resident now
 PROBE = """
 import torch, rainfusion
-from rainfusion.memory import peak_memory
+from rainfusion.tools.memory import peak_memory
 torch.set_num_threads(2)
 {setup}
 warm = lambda: {warm}

@@ -47,7 +47,7 @@ def test_from_dense_accepts_strided_views_and_does_not_write_into_them():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: BlockMask.from_dense([[True]]), TypeError, "dense must be a torch.Tensor, got list"),
+        (lambda: BlockMask.from_dense([[True]]), TypeError, "dense must be a dense torch.Tensor, got list"),
         (lambda: BlockMask.from_dense(torch.ones(1, 1, 2, 2)), TypeError, "dense must be bool"),
         (lambda: BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool)), ValueError, r"\[B, H, NQ, NK\]"),
         (lambda: BlockMask.from_dense(torch.ones(1, 1, 2, 2).bool(), block_size=96), ValueError, "block_size"),

@@ -7,6 +7,7 @@ must fit together (grid and length, mask and tensors) follows below it.
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -27,6 +28,10 @@ REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
 REMOVED_AT_BF16 = -9984.0  # what -1e4 is in a bf16 mask
 
 
+Grid = tuple[int, int, int]  # t, h, w
+Clip = tuple[int, int, int, int]  # start, t, h, w
+
+
 class VideoSpan(TypedDict):
     """One clip of `video_spans`: tokens start ... start + t*h*w - 1."""
 
@@ -38,11 +43,11 @@ class LayoutSpec(NamedTuple):
     """A token layout as plain numbers: what `TokenLayout.build` was asked for, checked, and hashable for the cache."""
 
     seq_len: int
-    latent_shape: tuple[int, int, int] | None
+    latent_shape: Grid | None
     txt_len: int
-    video_spans: tuple[tuple[int, int, int, int], ...] | None  # (start, t, h, w) each
+    video_spans: tuple[Clip, ...] | None
     token_order: str
-    window: tuple[int, int, int] | None  # None: the default for a video or an image
+    window: Grid | None  # None: the default for a video or an image
     block_size: int
 
 
@@ -65,21 +70,26 @@ class Options(NamedTuple):
     token_order: str
     window: list[int]
 
+    def without_layout(self) -> Options:
+        """Tokens stay as they are, none protected."""
+        return self._replace(txt_len=0, latent_q=[], latent_k=[], video_spans=[], token_order="raster", window=[])
+
     def layout_specs(self, q_len: int, k_len: int) -> tuple[LayoutSpec, LayoutSpec]:
         """The layouts of q and of k."""
-        flat = [int(number) for number in self.video_spans]
-        clips = tuple((flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)) or None
-        return (
-            LayoutSpec(q_len, _triple(self.latent_q), self.txt_len, clips, self.token_order, *self._window_and_block()),
-            LayoutSpec(k_len, _triple(self.latent_k), self.txt_len, clips, self.token_order, *self._window_and_block()),
-        )
+        flat = self.video_spans
+        clips = tuple((flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4))
 
-    def _window_and_block(self) -> tuple[tuple[int, int, int] | None, int]:
-        return _triple(self.window), self.block_size
+        def spec(seq_len: int, latent: list[int]) -> LayoutSpec:
+            return LayoutSpec(
+                seq_len, _triple(latent), self.txt_len, clips or None, self.token_order, _triple(self.window),
+                self.block_size,
+            )  # fmt: skip
+
+        return spec(q_len, self.latent_q), spec(k_len, self.latent_k)
 
 
-def _triple(numbers: Sequence[int]) -> tuple[int, int, int] | None:
-    return (int(numbers[0]), int(numbers[1]), int(numbers[2])) if numbers else None
+def _triple(sizes: list[int]) -> Grid | None:
+    return (sizes[0], sizes[1], sizes[2]) if sizes else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,19 +98,24 @@ def _triple(numbers: Sequence[int]) -> tuple[int, int, int] | None:
 
 def integer(name: str, value: Any, *, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, (bool, float, str, Tensor)) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-        value = operator.index(value)  # a NumPy integer, say
+        try:
+            if isinstance(value, (bool, Tensor)):
+                raise TypeError
+            value = operator.index(value)  # a NumPy integer, say
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return value  # type: ignore[no-any-return]
 
 
 def number(name: str, value: Any) -> float:
-    # __float__: a NumPy number is welcome
-    if isinstance(value, (bool, str, Tensor)) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits") from None  # type: ignore[union-attr]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -110,10 +125,17 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    # isinstance first: comparing a tensor or an array with == would not give a bool
-    if not (value is None or isinstance(value, (str, int))) or isinstance(value, bool) or value not in allowed:
+    # isinstance first: comparing an array with == would not give a bool
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
+
+
+def one_of(name: str, value: Any, allowed: Sequence[int]) -> int:
+    chosen = integer(name, value, minimum=0)
+    if chosen not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {chosen}")
+    return chosen
 
 
 def fraction(name: str, value: Any, *, zero: bool) -> float:
@@ -127,14 +149,14 @@ def checked_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)  # as torch computes it, to the last bit
     scale = number("scale", value)
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:  # math.isfinite would not compile for a symbolic scale
         raise ValueError(f"scale must be finite, got {scale}; None means head_dim ** -0.5 = {head_dim**-0.5:.4g}")
     return scale
 
 
-def grid(name: str, value: Any) -> tuple[int, int, int]:
+def grid(name: str, value: Any) -> Grid:
     """A latent shape [t, h, w]."""
-    if isinstance(value, (str, Tensor, Mapping)) or not isinstance(value, Sequence):
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list or tuple [t, h, w], got {value!r} ({type(value).__name__})")
     if len(value) != 3:
         raise ValueError(f"{name} must have three numbers [t, h, w], got {list(value)}")
@@ -142,14 +164,14 @@ def grid(name: str, value: Any) -> tuple[int, int, int]:
     return t, h, w
 
 
-def spans(value: Any) -> tuple[tuple[int, int, int, int], ...]:
+def spans(value: Any) -> tuple[Clip, ...]:
     """Clips as (start, t, h, w): at least one, in order, none touching another's tokens."""
     shape = '[{"start": int, "latent_shape": [t, h, w]}, ...]'
-    if isinstance(value, (str, Tensor, Mapping)) or not isinstance(value, Sequence):
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"video_spans must be a list {shape}, got {value!r} ({type(value).__name__})")
     if len(value) == 0:
         raise ValueError(f"video_spans must hold at least one clip {shape}, got an empty list; None means no clips")
-    clips: list[tuple[int, int, int, int]] = []
+    clips: list[Clip] = []
     end = 0
     for i, span in enumerate(value):
         if not isinstance(span, Mapping):
@@ -169,18 +191,18 @@ def spans(value: Any) -> tuple[tuple[int, int, int, int], ...]:
     return tuple(clips)
 
 
-def order_and_window(value: Any, block_size: int) -> tuple[str, tuple[int, int, int] | None]:
+def order_and_window(value: Any, block_size: int) -> tuple[str, Grid | None]:
     """A named token order, or a window of the caller's own."""
     if isinstance(value, str):
         if value in TOKEN_ORDERS:
             return value, None
-    elif isinstance(value, Sequence):
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
         window = grid("token_order", value)
-        tokens = math.prod(window)
-        if tokens not in (block_size, 128):
+        sizes = sorted({block_size, 128})
+        if math.prod(window) not in sizes:
             raise ValueError(
-                f"token_order must be a window (wt, wh, ww) of {block_size} tokens, got {window} of {tokens}; "
-                f"(4, 4, 8), (2, 8, 8) and (1, 8, 16) are windows of 128"
+                f"token_order must be a window (wt, wh, ww) of {' or '.join(map(str, sizes))} tokens, got {window} of "
+                f"{math.prod(window)}; (4, 4, 8), (2, 8, 8) and (1, 8, 16) are windows of 128"
             )
         return "window", window
     raise ValueError(
@@ -192,18 +214,15 @@ def order_and_window(value: Any, block_size: int) -> tuple[str, tuple[int, int, 
 # what must fit together
 
 
-def tensors(q: Any, k: Any, v: Any, input_layout: Any, head_num: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as [B, H, S, D] views. `v is k` where there is no v."""
+def tensors(input_layout: Any, head_num: Any, **named: Any) -> list[Tensor]:
+    """q, k and, where there is one, v as [B, H, S, D] views."""
     choice("input_layout", input_layout, INPUT_LAYOUTS)
-    named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+        _check_dense(name, x)
         if x.dim() != 4:
             letters = ", ".join(input_layout)
             raise ValueError(f"{name} must have 4 dimensions [{letters}], got {x.dim()}: shape {list(x.shape)}")
+    q = named["q"]
     for name, x in named.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {_dtype(x)}")
@@ -211,36 +230,47 @@ def tensors(q: Any, k: Any, v: Any, input_layout: Any, head_num: Any) -> tuple[T
             raise TypeError(f"{name} must have q's dtype {_dtype(q)}, got {_dtype(x)}; convert with .to(q.dtype)")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}; move it with .to(q.device)")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires grad, but sparse attention is for inference and has no backward: call it under "
-                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
-            )
-    if input_layout == "BSND":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # BSND -> BNSD view
-    _check_shapes(q, k, v)
-    if head_num is not None and integer("head_num", head_num, minimum=0) != q.shape[1]:
+    views = {name: x.transpose(1, 2) if input_layout == "BSND" else x for name, x in named.items()}
+    _check_shapes(**views)
+    heads = views["q"].shape[1]
+    if head_num is not None and integer("head_num", head_num, minimum=0) != heads:
         raise ValueError(
-            f"head_num must be q's number of heads, {q.shape[1]} in input_layout={input_layout!r}, got {head_num}; "
-            f"if {head_num} is right, the other input_layout may be meant"
+            f"head_num must be q's number of heads, {heads} in input_layout={input_layout!r}, got {head_num}; if "
+            f"{head_num} is right, the other input_layout may be meant"
         )
-    return q, k, v
+    return list(views.values())
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dense(name: str, x: Any) -> None:
+    """A plain tensor without a gradient to come."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, but sparse attention is for inference and has no backward: call it under "
+            f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     """Batch, heads and head dim of [B, H, S, D] views."""
-    sizes = f"as [B, N, S, D]: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if v.shape != k.shape:
-        raise ValueError(f"v must have k's shape, got {sizes}")
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}; {sizes}")
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k must have q's head dim {q.shape[3]}, got {k.shape[3]}; {sizes}")
-    if q.shape[3] == 0:
-        raise ValueError(f"q must have a head dim of at least 1, got 0; {sizes}")
     q_heads, k_heads = q.shape[1], k.shape[1]
-    if q_heads != k_heads and (k_heads == 0 or q_heads % k_heads != 0):
-        raise ValueError(f"q's heads must be a multiple of k's heads, got {q_heads} and {k_heads}; {sizes}")
+    wrong = None
+    if v is not None and v.shape != k.shape:
+        wrong = f"v must have k's shape, got {list(v.shape)}"
+    elif k.shape[0] != q.shape[0]:
+        wrong = f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}"
+    elif k.shape[3] != q.shape[3]:
+        wrong = f"k must have q's head dim {q.shape[3]}, got {k.shape[3]}"
+    elif q.shape[3] == 0:
+        wrong = "q must have a head dim of at least 1, got 0"
+    elif q_heads != k_heads and (k_heads == 0 or q_heads % k_heads != 0):
+        wrong = f"q's heads must be a multiple of k's heads, got {q_heads} and {k_heads}"
+    if wrong is not None:
+        raise ValueError(f"{wrong}; as [B, N, S, D] q is {list(q.shape)} and k is {list(k.shape)}")
 
 
 def _dtype(x: Tensor) -> str:
@@ -248,11 +278,10 @@ def _dtype(x: Tensor) -> str:
 
 
 def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """`attn_mask` -> (keep, bias): bool [B, Sk], True where the key takes part; fp32 or fp64 [B, Sk], or None."""
+    """`attn_mask` -> (keep, bias): bool [B, Sk], True where the key takes part; the mask's float [B, Sk], or None."""
     if attn_mask is None:
         return None, None
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    _check_dense("attn_mask", attn_mask)
     batch, k_len = k.shape[0], k.shape[2]
     if attn_mask.shape != (batch, k_len) and attn_mask.shape != (batch, 1, 1, k_len):
         raise ValueError(
@@ -261,36 +290,38 @@ def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
         )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}")
-    if attn_mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("attn_mask requires grad, but sparse attention has no backward: pass attn_mask.detach()")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
     attn_mask = attn_mask.reshape(batch, k_len)
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
-    if not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
     # NaN is not removed: it shows in the output, as it would in dense attention
     keep = ~(attn_mask <= (REMOVED_AT_BF16 if attn_mask.dtype == torch.bfloat16 else REMOVED_AT))
-    bias = attn_mask.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return keep, bias.masked_fill(~keep, 0.0)
+    return keep, attn_mask.masked_fill(~keep, 0.0)
 
 
 def layout_spec(
-    seq_len: Any,
-    latent_shape: Any,
-    txt_len: Any,
-    video_spans: Any,
-    token_order: Any,
-    block_size: Any,
-    *,
-    name: str = "latent_shape",
+    seq_len: Any, latent_shape: Any, txt_len: Any, video_spans: Any, token_order: Any, block_size: Any
 ) -> LayoutSpec:
     """The checked layout of one sequence."""
-    seq_len = integer("seq_len", seq_len, minimum=0)
-    txt_len = integer("txt_len", txt_len, minimum=0)
-    choice("block_size", block_size, BLOCK_SIZES)
-    token_order, window = order_and_window(token_order, block_size)
-    shape = None if latent_shape is None else grid(name, latent_shape)
-    clips = None if video_spans is None else spans(video_spans)
+    block_size = one_of("block_size", block_size, BLOCK_SIZES)
+    order, window = order_and_window(token_order, block_size)
+    spec = LayoutSpec(
+        seq_len=integer("seq_len", seq_len, minimum=0),
+        latent_shape=None if latent_shape is None else grid("latent_shape", latent_shape),
+        txt_len=integer("txt_len", txt_len, minimum=0),
+        video_spans=None if video_spans is None else spans(video_spans),
+        token_order=order,
+        window=window,
+        block_size=block_size,
+    )
+    check_fit(spec, "latent_shape")
+    return spec
+
+
+def check_fit(spec: LayoutSpec, name: str) -> None:
+    """Grid, text and clips must fill the sequence, or lie within it. `name`: of the latent shape, for the message."""
+    seq_len, shape, txt_len, clips = spec[:4]
     if clips is not None:
         if shape is not None or txt_len != 0:
             raise ValueError(
@@ -311,7 +342,6 @@ def layout_spec(
             f"{name} must fill the sequence: txt_len + t*h*w = {txt_len} + {t}*{h}*{w} = {txt_len + t * h * w}, but "
             f"the sequence has {seq_len} tokens"
         )
-    return LayoutSpec(seq_len, shape, txt_len, clips, token_order, window, block_size)
 
 
 def block_mask(mask: Any, q: Tensor, k: Tensor, block_size: int | None) -> None:
@@ -361,60 +391,46 @@ def options(
     """
     choice("sparse_type", sparse_type, SPARSE_TYPES)
     strategy = {None: "dense", "rf_v3": "rf_v2"}.get(sparse_type, sparse_type)
-    scale = checked_scale(scale, q.shape[3])
-    is_causal = flag("is_causal", is_causal)
-    choice("inner_precise", inner_precise, (0, 1))
-    choice("block_size", block_size, BLOCK_SIZES)
-    sparsity = fraction("sparsity", sparsity, zero=True)
-    cdf_threshold = fraction("cdf_threshold", cdf_threshold, zero=False)
-    keep_sink, keep_recent = flag("keep_sink", keep_sink), flag("keep_recent", keep_recent)
-    txt_len = integer("txt_len", txt_len, minimum=0)
+    block_size = one_of("block_size", block_size, BLOCK_SIZES)
     order, window = order_and_window(token_order, block_size)
-    latent_q = [] if latent_shape_q is None else list(grid("latent_shape_q", latent_shape_q))
-    latent_k = [] if latent_shape_k is None else list(grid("latent_shape_k", latent_shape_k))
     clips = () if video_spans is None else spans(video_spans)
-
+    checked = Options(
+        scale=checked_scale(scale, q.shape[3]),
+        is_causal=flag("is_causal", is_causal),
+        inner_precise=one_of("inner_precise", inner_precise, (0, 1)),
+        strategy=strategy,
+        sparsity=fraction("sparsity", sparsity, zero=True),
+        cdf_threshold=fraction("cdf_threshold", cdf_threshold, zero=False),
+        keep_sink=flag("keep_sink", keep_sink),
+        keep_recent=flag("keep_recent", keep_recent),
+        block_size=block_size,
+        txt_len=integer("txt_len", txt_len, minimum=0),
+        latent_q=[] if latent_shape_q is None else list(grid("latent_shape_q", latent_shape_q)),
+        latent_k=[] if latent_shape_k is None else list(grid("latent_shape_k", latent_shape_k)),
+        video_spans=[size for clip in clips for size in clip],
+        token_order=order,
+        window=list(window or ()),
+    )
     q_len, k_len = q.shape[2], k.shape[2]
     if is_causal and strategy == "rf_v2":
         raise ValueError(
             f"is_causal must be False with sparse_type={sparse_type!r}, which reorders tokens; use "
             "sparse_type='ada_bsa' or None for causal attention"
         )
-    check_causal(is_causal, q_len, k_len)
-    if block_size != 128 and strategy == "ada_bsa":
-        raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
-
-    if strategy == "rf_v2":
-        if clips and q_len != k_len:
-            raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")
-        for name, length, latent in (("latent_shape_q", q_len, latent_q), ("latent_shape_k", k_len, latent_k)):
-            layout_spec(length, latent or None, txt_len, video_spans, token_order, block_size, name=name)
-        if q_len == k_len:  # one grid serves both sides
-            latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
-        if predicts and sparsity == 0.0:
-            strategy = "dense"
-    if strategy != "rf_v2":
-        txt_len, latent_q, latent_k, clips, order, window = 0, [], [], (), "raster", None
-
-    return Options(
-        scale=scale,
-        is_causal=is_causal,
-        inner_precise=inner_precise,
-        strategy=strategy,
-        sparsity=sparsity,
-        cdf_threshold=cdf_threshold,
-        keep_sink=keep_sink,
-        keep_recent=keep_recent,
-        block_size=block_size,
-        txt_len=txt_len,
-        latent_q=latent_q,
-        latent_k=latent_k,
-        video_spans=[number for clip in clips for number in clip],
-        token_order=order,
-        window=list(window or ()),
-    )
-
-
-def check_causal(is_causal: bool, q_len: int, k_len: int) -> None:
     if is_causal and q_len != k_len:
         raise ValueError(f"is_causal needs q and k of one length, got {q_len} and {k_len}")
+    if block_size != 128 and strategy == "ada_bsa":
+        raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
+    if strategy != "rf_v2":
+        return checked.without_layout()
+
+    if clips and q_len != k_len:
+        raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")
+    for name, spec in zip(("latent_shape_q", "latent_shape_k"), checked.layout_specs(q_len, k_len), strict=True):
+        check_fit(spec, name)
+    if predicts and checked.sparsity == 0.0:
+        return checked.without_layout()._replace(strategy="dense")
+    if q_len == k_len:  # one grid serves both sides
+        latent_q, latent_k = checked.latent_q, checked.latent_k
+        return checked._replace(latent_q=latent_q or latent_k, latent_k=latent_k or latent_q)
+    return checked

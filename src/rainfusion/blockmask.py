@@ -52,18 +52,21 @@ class BlockMask:
         if self.counts.device != self.indices.device:
             devices = f"{self.counts.device} and {self.indices.device}"
             raise ValueError(f"counts and indices must be on one device, got {devices}")
-        if not isinstance(self.block_size, int) or self.block_size not in (64, 128):
-            raise ValueError(f"block_size must be 64 or 128, got {self.block_size!r}")
+        _check_block_size(self.block_size)
         rows, columns = self.indices.shape[2:]
         for name, length, blocks in (("q_len", self.q_len, rows), ("k_len", self.k_len, columns)):
-            if length is not None and -(-length // self.block_size) != blocks:
+            if length is None:
+                continue
+            if not isinstance(length, int):
+                raise TypeError(f"{name} must be an int or None, got {length!r} ({type(length).__name__})")
+            if -(-length // self.block_size) != blocks:
                 raise ValueError(f"{name}={length} does not make {blocks} blocks of {self.block_size} tokens")
 
     @classmethod
     def from_dense(cls, dense: Tensor, block_size: int = 128) -> BlockMask:
         """From a bool tensor [B, H, NQ, NK], True where a block is kept. The result knows no lengths."""
-        if not isinstance(dense, Tensor):
-            raise TypeError(f"dense must be a torch.Tensor, got {type(dense).__name__}")
+        if not isinstance(dense, Tensor) or dense.layout != torch.strided:
+            raise TypeError(f"dense must be a dense torch.Tensor, got {type(dense).__name__}")
         if dense.dtype != torch.bool:
             raise TypeError(f"dense must be bool (True = keep), got {dense.dtype}")
         if dense.dim() != 4:
@@ -89,6 +92,9 @@ class BlockMask:
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """Every block, or with `is_causal` every block that is not wholly in the future."""
+        _check_block_size(block_size)
+        if min(q_len, k_len) < 0:
+            raise ValueError(f"q_len and k_len must be at least 0, got {q_len} and {k_len}")
         rows, columns = -(-q_len // block_size), -(-k_len // block_size)
         dense = torch.ones(batch, heads, rows, columns, dtype=torch.bool, device=device)
         if is_causal:
@@ -122,7 +128,7 @@ class BlockMask:
         return int(self.counts.sum(dtype=torch.int64)) / blocks if blocks else 0.0
 
     def check_values(self) -> None:
-        """Raises where a count or an index is out of range. On a CPU only: elsewhere it would wait for the device."""
+        """Raises where counts or indices break the convention. On a CPU only: elsewhere it waits for the device."""
         if self.indices.device.type != "cpu" or self.indices.numel() == 0:
             return
         columns = self.num_k_blocks
@@ -130,6 +136,9 @@ class BlockMask:
             smallest, largest = (int(end) for end in x.aminmax())
             if smallest < 0 or largest > limit:
                 raise ValueError(f"mask.{name} must be in 0..{limit}, got values from {smallest} to {largest}")
+        behind = torch.arange(1, columns) >= self.counts.unsqueeze(-1)
+        if not ((self.indices[..., 1:] > self.indices[..., :-1]) | behind).all():
+            raise ValueError("mask.indices must ascend, without repeats, over the first counts entries of each row")
 
     def to(self, device: torch.device | str) -> BlockMask:
         return replace(self, counts=self.counts.to(device), indices=self.indices.to(device))
@@ -140,3 +149,8 @@ class BlockMask:
             f"BlockMask(batch={batch}, heads={heads}, blocks={rows}x{columns}, block_size={self.block_size}, "
             f"q_len={self.q_len}, k_len={self.k_len}, device={self.indices.device})"
         )
+
+
+def _check_block_size(block_size: int) -> None:
+    if not isinstance(block_size, int) or block_size not in (64, 128):
+        raise ValueError(f"block_size must be 64 or 128, got {block_size!r}")

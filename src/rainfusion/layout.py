@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rainfusion import arguments
-
-Clip = tuple[int, int, int, int]  # start, t, h, w
+from rainfusion.arguments import Clip, Grid, LayoutSpec, VideoSpan
 
 # Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128.
 VIDEO_WINDOW = (4, 4, 8)
@@ -65,7 +64,7 @@ class TokenLayout:
         seq_len: int,
         latent_shape: Sequence[int] | None = None,
         txt_len: int = 0,
-        video_spans: Sequence[arguments.VideoSpan] | None = None,
+        video_spans: Sequence[VideoSpan] | None = None,
         token_order: str | Sequence[int] = "window",
         block_size: int = 128,
     ) -> TokenLayout:
@@ -79,11 +78,17 @@ class TokenLayout:
 
     def reorder(self, x: Tensor) -> Tensor:
         """[..., S, D] in the caller's order -> [..., S, D] in this order."""
+        self._check_length(x)
         return x if self.is_identity else x.index_select(-2, self.order)
 
     def restore(self, x: Tensor) -> Tensor:
         """[..., S, D] in this order -> [..., S, D] in the caller's order."""
+        self._check_length(x)
         return x if self.is_identity else x.index_select(-2, self.inverse)
+
+    def _check_length(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[-2] != self.seq_len:
+            raise ValueError(f"x must be [..., {self.seq_len}, D] for this layout, got shape {list(x.shape)}")
 
     def to(self, device: torch.device | str) -> TokenLayout:
         moved = {name: getattr(self, name).to(device) for name in ("order", "inverse", "protected")}
@@ -91,21 +96,22 @@ class TokenLayout:
 
     def __repr__(self) -> str:
         kind = "the caller's order" if self.is_identity else "reordered"
+        protected = "?" if self.protected.is_meta else int(self.protected.sum())
         return (
             f"TokenLayout({self.seq_len} tokens, {self.num_blocks} blocks of {self.block_size}, {kind}, "
-            f"{int(self.protected.sum())} protected)"
+            f"{protected} protected)"
         )
 
 
 @lru_cache(maxsize=256)
-def cached_layout(spec: arguments.LayoutSpec, device: torch.device) -> TokenLayout:
+def cached_layout(spec: LayoutSpec, device: torch.device) -> TokenLayout:
     """The same layout serves every layer and step, so it is built once per device. Never write into it."""
-    return _build(spec).to(device)
+    with torch.inference_mode(False):  # cached tensors must be ordinary ones, whatever mode the first caller is in
+        return _build(spec).to(device)
 
 
-def _build(spec: arguments.LayoutSpec) -> TokenLayout:
-    # Cached tensors must be ordinary ones, whatever mode or default device the first caller was in.
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+def _build(spec: LayoutSpec) -> TokenLayout:
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # not the caller's default device
         order, protected = _order_and_protected(spec)
         tokens = torch.arange(spec.seq_len)
         inverse = torch.empty_like(order)
@@ -114,7 +120,7 @@ def _build(spec: arguments.LayoutSpec) -> TokenLayout:
     return TokenLayout(spec.seq_len, spec.block_size, order, inverse, protected, is_identity)
 
 
-def _order_and_protected(spec: arguments.LayoutSpec) -> tuple[Tensor, Tensor]:
+def _order_and_protected(spec: LayoutSpec) -> tuple[Tensor, Tensor]:
     tokens = torch.arange(spec.seq_len)
     if spec.latent_shape is None and spec.video_spans is None:
         # no grid: nothing moves, and blocks that hold text stay
@@ -131,7 +137,7 @@ def _order_and_protected(spec: arguments.LayoutSpec) -> tuple[Tensor, Tensor]:
     return order, _protected_by_label(labels[order], spec.block_size)
 
 
-def _clips(spec: arguments.LayoutSpec) -> list[Clip]:
+def _clips(spec: LayoutSpec) -> list[Clip]:
     if spec.video_spans is not None:
         return list(spec.video_spans)
     assert spec.latent_shape is not None
@@ -144,7 +150,7 @@ def _body(clip: Clip) -> slice:
     return slice(start + (h * w if t > 1 else 0), start + t * h * w)
 
 
-def _packed_order(spec: arguments.LayoutSpec, clips: list[Clip], labels: Tensor) -> Tensor:
+def _packed_order(spec: LayoutSpec, clips: list[Clip], labels: Tensor) -> Tensor:
     """Each clip's body in windows, then the first frames, then all that is in no clip."""
     bodies, first_frames = [], []
     outside = labels == _NO_CLIP
@@ -158,26 +164,26 @@ def _packed_order(spec: arguments.LayoutSpec, clips: list[Clip], labels: Tensor)
     return torch.cat([*bodies, *first_frames, outside.nonzero().flatten()])
 
 
-def _image_order(spec: arguments.LayoutSpec, h: int, w: int) -> Tensor:
+def _image_order(spec: LayoutSpec, h: int, w: int) -> Tensor:
     if spec.token_order == "mindiesd":
         return _first_frame_order(spec, h, w)
     return _window_key(1, h, w, spec.window or IMAGE_WINDOW).argsort()
 
 
-def _first_frame_order(spec: arguments.LayoutSpec, h: int, w: int) -> Tensor:
+def _first_frame_order(spec: LayoutSpec, h: int, w: int) -> Tensor:
     """Raster: it is protected whole. The reference tiles it where the tiles fit."""
     if spec.token_order == "mindiesd" and h % _TILE == 0 and w % _TILE == 0:
         return _tile_key(h, w).argsort()
     return torch.arange(h * w)
 
 
-def _later_frames_order(spec: arguments.LayoutSpec, t: int, h: int, w: int) -> Tensor:
+def _later_frames_order(spec: LayoutSpec, t: int, h: int, w: int) -> Tensor:
     if spec.token_order == "mindiesd":
         return (torch.arange(t)[:, None] * (h * w) + _tile_key(h, w).argsort()).flatten()
     return _window_key(t, h, w, spec.window or VIDEO_WINDOW).argsort()
 
 
-def _window_key(t: int, h: int, w: int, window: tuple[int, int, int]) -> Tensor:
+def _window_key(t: int, h: int, w: int, window: Grid) -> Tensor:
     """Sort by (band, w, t % wt, h % wh), w running backwards in odd bands.
 
     A band is wt frames by wh rows at full width, walked column by column and back along the next one, like a plough.
@@ -202,7 +208,7 @@ def _tile_key(h: int, w: int) -> Tensor:
     return key.flatten()
 
 
-def _mindiesd_order(spec: arguments.LayoutSpec) -> Tensor:
+def _mindiesd_order(spec: LayoutSpec) -> Tensor:
     """Frame by frame, the first one in its place, then the text."""
     assert spec.latent_shape is not None
     t, h, w = spec.latent_shape
@@ -210,7 +216,7 @@ def _mindiesd_order(spec: arguments.LayoutSpec) -> Tensor:
     return torch.cat([spec.txt_len + frames, torch.arange(spec.txt_len)])
 
 
-def _mindiesd_protected(spec: arguments.LayoutSpec) -> Tensor:
+def _mindiesd_protected(spec: LayoutSpec) -> Tensor:
     """Exactly the first ceil(hw / block) blocks, of a video, and the last ceil(txt / block), as the reference does."""
     assert spec.latent_shape is not None
     t, h, w = spec.latent_shape

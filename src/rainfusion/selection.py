@@ -55,9 +55,10 @@ def keep_mass(
     rank, order = rank.masked_fill(~others, -torch.inf).sort(dim=-1, descending=True, stable=True)
     available = others.sum(-1)  # [NQ]
     if cdf_threshold < 1.0:
-        reached = rank.clamp(min=0.0).cumsum(-1)
+        # in fixed point, so that sums do not depend on the order in which a device adds
+        reached = (rank.clamp(min=0.0) * 2**32).long().cumsum(-1)
         before = torch.cat([torch.zeros_like(reached[..., :1]), reached[..., :-1]], -1)
-        wanted = (before < cdf_threshold * reached[..., -1:]).sum(-1)
+        wanted = (before.float() < cdf_threshold * reached[..., -1:].float()).sum(-1)
     else:
         wanted = available
     seen = [row + 1 if is_causal else columns for row in range(rows)]

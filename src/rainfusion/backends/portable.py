@@ -13,6 +13,7 @@ and nothing else is masked unless the caller gave a key mask.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ def attend(
     """Same contract as `reference.attend`.
 
     Memory beyond inputs and outputs stays within `workspace_bytes`, or what one key head and its query heads need if
-    that is more: its k, v, q and output in block order, and one piece of one row.
+    that is more: its k, v, q and output in block order, and one piece of one row. Rows that keep every block go to
+    torch's own attention unless the LSE is asked for, so asking for it may change their last bits.
     """
     batch, heads, q_len, _ = q.shape
     k_heads = k.shape[1]
@@ -59,10 +61,19 @@ def attend(
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
     compute = _compute_dtype(q, inner_precise)
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    # what torch's own attention can do for rows that keep everything; it would round a bias to half precision
+    fused = not (is_causal or return_lse) and (bias is None or compute == wide)
+    head_bytes = _head_bytes(mask, q.shape[3], shared, compute, wide)
     for b in range(batch):  # never across batch elements: each one's result is its own to the last bit
-        key_bias = _key_bias(k_layout, keep, bias, b, k.device, compute)
         removed = None if keep is None or bool(keep[b].all()) else ~keep[b].unsqueeze(-1)  # [Sk, 1]
-        for k_slab in head_slabs(k_heads, _head_bytes(mask, q, shared, compute), _slab_bytes(q, workspace_bytes)):
+        if removed is not None and bool(removed.all()):
+            out[b] = 0.0
+            if lse is not None:
+                lse[b] = -torch.inf
+            continue
+        key_bias = _key_bias(k_layout, removed, None if bias is None else bias[b], k.device, wide)
+        for k_slab in head_slabs(k_heads, head_bytes, _slab_bytes(q, workspace_bytes)):
             q_slab = slice(k_slab.start * shared, k_slab.stop * shared)
             slab = _Slab(
                 q=_blocks(q[b, q_slab], q_layout, compute),
@@ -71,10 +82,14 @@ def attend(
                 counts=mask.counts[b, q_slab],
                 indices=mask.indices[b, q_slab],
                 key_bias=key_bias,
+                may_be_empty=removed is not None,
                 scale=scale,
                 is_causal=is_causal,
+                return_lse=return_lse,
+                fused=fused,
+                wide=wide,
             )
-            result, result_lse = _attend_slab(slab, return_lse, workspace_bytes // 2)
+            result, result_lse = _attend_slab(slab, workspace_bytes // 2)
             out[b, q_slab] = q_layout.restore(result.flatten(1, 2)[:, :q_len])
             if lse is not None and result_lse is not None:
                 lse[b, q_slab] = q_layout.restore(result_lse.flatten(1, 2)[:, :q_len]).squeeze(-1)
@@ -90,8 +105,12 @@ class _Slab(NamedTuple):
     counts: Tensor  # int32 [h, NQ]
     indices: Tensor  # int32 [h, NQ, NK]
     key_bias: Tensor | None  # [NK, T], -inf for keys that do not count; None where all of them do, plainly
+    may_be_empty: bool  # a block may have no key left
     scale: float
     is_causal: bool
+    return_lse: bool
+    fused: bool  # rows that keep every block go to torch's own attention
+    wide: torch.dtype  # of softmax and sums
 
 
 class _Group(NamedTuple):
@@ -103,8 +122,7 @@ class _Group(NamedTuple):
     where: Tensor  # [G, n] the same, counted over all key heads of the slab
     masked_from: list[int]  # G positions, 0 to n: the first block with a key bias
 
-    def rows(self, start: int, stop: int) -> _Group:
-        part = slice(start, stop)
+    def rows(self, part: slice) -> _Group:
         return _Group(self.q[part], self.row[part], self.blocks[part], self.where[part], self.masked_from[part])
 
 
@@ -118,14 +136,11 @@ def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
     return torch.float32
 
 
-def _softmax_dtype(compute: torch.dtype) -> torch.dtype:
-    return torch.float64 if compute == torch.float64 else torch.float32
-
-
-def _head_bytes(mask: BlockMask, q: Tensor, shared: int, compute: torch.dtype) -> int:
+def _head_bytes(mask: BlockMask, head_dim: int, shared: int, compute: torch.dtype, wide: torch.dtype) -> int:
     """k, v, and for each query head q and output, the latter two once more in the order of the groups."""
-    blocks = 2 * mask.num_k_blocks + 4 * shared * mask.num_q_blocks
-    return blocks * mask.block_size * q.shape[3] * compute.itemsize
+    inputs = 2 * mask.num_k_blocks + 2 * shared * mask.num_q_blocks
+    outputs = 2 * shared * mask.num_q_blocks
+    return (inputs * compute.itemsize + outputs * wide.itemsize) * mask.block_size * head_dim
 
 
 def _slab_bytes(q: Tensor, workspace_bytes: int) -> int:
@@ -144,34 +159,44 @@ def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, removed: Tensor 
 
 
 def _key_bias(
-    layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, b: int, device: torch.device, compute: torch.dtype
+    layout: TokenLayout, removed: Tensor | None, bias: Tensor | None, device: torch.device, wide: torch.dtype
 ) -> Tensor | None:
-    """What is added to the logits of each key, in block order: the caller's bias, -inf for removed keys and padding."""
+    """What is added to the logits of each key, in block order: the caller's bias, -inf for removed keys and padding.
+
+    removed bool [Sk, 1], bias [Sk] -> [NK, T]
+    """
     padding = -layout.seq_len % layout.block_size
-    if keep is None and bias is None and padding == 0:
+    if removed is None and bias is None and padding == 0:
         return None
-    total = torch.zeros(layout.seq_len, 1, dtype=_softmax_dtype(compute), device=device)
+    total = torch.zeros(layout.seq_len, 1, dtype=wide, device=device)
     if bias is not None:
-        total += bias[b].unsqueeze(-1)
-    if keep is not None:
-        total.masked_fill_(~keep[b].unsqueeze(-1), -torch.inf)
+        total += bias.to(wide).unsqueeze(-1)
+    if removed is not None:
+        total.masked_fill_(removed, -torch.inf)
     total = F.pad(layout.reorder(total), (0, 0, 0, padding), value=-torch.inf)
     return total.view(layout.num_blocks, layout.block_size)
 
 
-def _attend_slab(slab: _Slab, return_lse: bool, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
+def _attend_slab(slab: _Slab, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
     """-> out [h, NQ, T, D], lse [h, NQ, T, 1] or None, both in block order."""
     heads, num_rows, size, head_dim = slab.q.shape
-    at_once = max(1, workspace_bytes // (_PIECE_BLOCKS * size * (2 * size + 2 * head_dim) * 4))
+    at_once = max(1, workspace_bytes // (_PIECE_BLOCKS * size * 2 * (size + head_dim) * slab.wide.itemsize))
     if slab.q.device.type == "cpu":
         at_once = min(at_once, torch.get_num_threads())  # a row for each: what they touch stays in their caches
     counts = _causal_counts(slab) if slab.is_causal else slab.counts
-    wide = _softmax_dtype(slab.q.dtype)
-    out = torch.empty((heads * num_rows, size, head_dim), dtype=wide, device=slab.q.device)
-    lse = torch.empty((heads * num_rows, size, 1), dtype=wide, device=slab.q.device) if return_lse else None
+    out = torch.empty((heads * num_rows, size, head_dim), dtype=slab.wide, device=slab.q.device)
+    lse = torch.empty((heads * num_rows, size, 1), dtype=slab.wide, device=slab.q.device) if slab.return_lse else None
     for count, rows in _rows_by_count(counts.flatten().tolist()):
         chosen = torch.tensor(rows, device=out.device)
-        part, part_lse = _attend_group(slab, _group(slab, chosen, count), return_lse, at_once)
+        if count == 0:  # nothing to attend to
+            out.index_fill_(0, chosen, 0.0)
+            if lse is not None:
+                lse.index_fill_(0, chosen, -torch.inf)
+            continue
+        if slab.fused and count == slab.k.shape[1]:
+            part, part_lse = _attend_full(slab, rows, workspace_bytes), None
+        else:
+            part, part_lse = _attend_group(slab, _group(slab, chosen, count), at_once)
         out.index_copy_(0, chosen, part)
         if lse is not None and part_lse is not None:
             lse.index_copy_(0, chosen, part_lse)
@@ -194,13 +219,33 @@ def _rows_by_count(counts: list[int]) -> list[tuple[int, list[int]]]:
     return sorted(groups.items())
 
 
+def _attend_full(slab: _Slab, rows: list[int], workspace_bytes: int) -> Tensor:
+    """Rows that keep every block, protected ones above all, by torch's own attention -> out [G, T, D]."""
+    num_rows, size, head_dim = slab.q.shape[1:]
+    k_heads, num_blocks = slab.k.shape[:2]
+    shared = slab.q.shape[0] // k_heads
+    bias = None if slab.key_bias is None else slab.key_bias.to(slab.q.dtype).view(1, 1, 1, -1)
+    # should torch hold all logits of these rows
+    at_once = max(1, workspace_bytes // (size * num_blocks * size * slab.wide.itemsize))
+    parts = []
+    for head, of_head in groupby(rows, key=lambda row: row // num_rows):
+        numbers = [row % num_rows for row in of_head]
+        k, v = (x[head // shared].view(1, 1, num_blocks * size, head_dim) for x in (slab.k, slab.v))
+        for start in range(0, len(numbers), at_once):
+            chosen = torch.tensor(numbers[start : start + at_once], device=slab.q.device)
+            q = slab.q[head].index_select(0, chosen).view(1, 1, -1, head_dim)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=slab.scale)
+            parts.append(out.view(-1, size, head_dim))
+    return torch.cat(parts).to(slab.wide)
+
+
 def _group(slab: _Slab, chosen: Tensor, count: int) -> _Group:
     """chosen [G]: numbers of rows, counted over all heads of the slab."""
     heads, num_rows = slab.q.shape[:2]
     k_heads, num_blocks = slab.k.shape[:2]
     q = slab.q.flatten(0, 1).index_select(0, chosen)
-    if q.dtype == _softmax_dtype(q.dtype):
-        q.mul_(slab.scale)  # in half precision that would round q once more: there the logits are scaled
+    if q.dtype == slab.wide:
+        q.mul_(slab.scale)  # in half precision that would round q once more: there the product is scaled
     blocks = slab.indices.flatten(0, 1).index_select(0, chosen)[:, :count].long()
     head = chosen // num_rows // (heads // k_heads)
     masked_from = [count] * len(chosen)
@@ -211,49 +256,54 @@ def _group(slab: _Slab, chosen: Tensor, count: int) -> _Group:
     return _Group(q, chosen % num_rows, blocks, head[:, None] * num_blocks + blocks, masked_from)
 
 
-def _attend_group(slab: _Slab, group: _Group, return_lse: bool, at_once: int) -> tuple[Tensor, Tensor | None]:
+def _attend_group(slab: _Slab, group: _Group, at_once: int) -> tuple[Tensor, Tensor | None]:
     """-> out [G, T, D], lse [G, T, 1] or None."""
     rows, size, _ = group.q.shape
-    wide = _softmax_dtype(group.q.dtype)
-    out = torch.zeros_like(group.q, dtype=wide) if group.blocks.shape[1] == 0 else torch.empty_like(group.q, dtype=wide)
-    lse = torch.full((rows, size, 1), -torch.inf, dtype=wide, device=out.device) if return_lse else None
-    for start in range(0, rows if group.blocks.shape[1] else 0, at_once):
-        stop = min(start + at_once, rows)
-        part, part_lse = _attend_chunk(slab, group.rows(start, stop), return_lse)
-        out[start:stop] = part
+    out = torch.empty_like(group.q, dtype=slab.wide)
+    lse = torch.empty((rows, size, 1), dtype=slab.wide, device=out.device) if slab.return_lse else None
+    for start in range(0, rows, at_once):
+        chunk = slice(start, start + at_once)
+        out[chunk], part_lse = _attend_chunk(slab, group.rows(chunk))
         if lse is not None and part_lse is not None:
-            lse[start:stop] = part_lse
+            lse[chunk] = part_lse
     return out, lse
 
 
-def _attend_chunk(slab: _Slab, chunk: _Group, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _attend_chunk(slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
     """A group small enough to be attended at once."""
-    wide = _softmax_dtype(chunk.q.dtype)
     count = chunk.blocks.shape[1]
-    return_lse = return_lse or count > _PIECE_BLOCKS  # pieces are merged by it
+    return_lse = slab.return_lse or count > _PIECE_BLOCKS  # pieces are merged by it
     masked_from = min(chunk.masked_from)
     out: Tensor | None = None
     lse: Tensor | None = None
     for first in range(0, count, _PIECE_BLOCKS):
         last = min(first + _PIECE_BLOCKS, count)
         where = chunk.where[:, first:last]
-        logits = torch.bmm(chunk.q, _gathered(slab.k, where).mT)  # [R, T, n*T]
-        if logits.dtype != wide:
-            logits = logits.to(wide).mul_(slab.scale)
+        logits = _products(chunk.q, _gathered(slab.k, where), slab)  # [R, T, n*T]
         if masked_from < last:
             _add_key_bias(logits, slab.key_bias, chunk.blocks[:, first:last], max(0, masked_from - first))
         if slab.is_causal and last == count:
             _hide_future(logits, chunk.blocks[:, -1] == chunk.row)
-        probs, part_lse = _softmax(logits, may_be_empty=masked_from < last, return_lse=return_lse)
-        part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where)).to(wide)
-        if out is None:
+        largest = logits.amax(-1, keepdim=True) if return_lse or slab.may_be_empty else None
+        probs = logits.softmax(-1)
+        part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where)).to(slab.wide)
+        if slab.may_be_empty and largest is not None:
+            part.masked_fill_(largest == -torch.inf, 0.0)  # a row of -inf only: 0, not NaN
+        part_lse = _log_sum_exp(largest, probs) if return_lse and largest is not None else None
+        if out is None or lse is None or part_lse is None:
             out, lse = part, part_lse
         else:
-            assert lse is not None
-            assert part_lse is not None
             out, lse = _merged(out, lse, part, part_lse)
     assert out is not None
     return out, lse
+
+
+def _products(q: Tensor, k: Tensor, slab: _Slab) -> Tensor:
+    """scale * q @ k^T: [R, T, D], [R, n*T, D] -> [R, T, n*T] in the softmax's dtype. A wide q is scaled already."""
+    if q.dtype == slab.wide:
+        return torch.bmm(q, k.mT)
+    # scaled before it is rounded to half precision, where it might not fit
+    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=slab.scale).to(slab.wide)
 
 
 def _gathered(x: Tensor, where: Tensor) -> Tensor:
@@ -278,20 +328,9 @@ def _hide_future(logits: Tensor, diagonal: Tensor) -> None:
     logits[:, :, -size:].masked_fill_(diagonal[:, None, None] & future, -torch.inf)
 
 
-def _softmax(logits: Tensor, *, may_be_empty: bool, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Probabilities, and their normaliser if asked for: the largest one is exp(largest logit - lse).
-
-    A row of -inf only gives 0 and -inf, not NaN.
-    """
-    probs = logits.softmax(-1)
-    if not (may_be_empty or return_lse):
-        return probs, None
-    largest = logits.amax(-1, keepdim=True)
-    empty = largest == -torch.inf
-    probs.masked_fill_(empty, 0.0)
-    if not return_lse:
-        return probs, None
-    return probs, (largest - probs.amax(-1, keepdim=True).log()).masked_fill(empty, -torch.inf)
+def _log_sum_exp(largest: Tensor, probs: Tensor) -> Tensor:
+    """The softmax's normaliser, from its result: the largest probability is exp(largest logit - lse)."""
+    return (largest - probs.amax(-1, keepdim=True).log()).masked_fill(largest == -torch.inf, -torch.inf)
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

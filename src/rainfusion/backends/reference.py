@@ -46,14 +46,15 @@ def attend(
         positions = positions[positions < k_len]
         keys = k_layout.order[positions]
         if keep is not None:
-            positions, keys = positions[keep[b, keys]], keys[keep[b, keys]]
+            kept = keep[b, keys]
+            positions, keys = positions[kept], keys[kept]
         if len(keys) == 0:
             continue
         queries = q_layout.order[row * size : (row + 1) * size]
         key, value = k[b, h // shared, keys].to(dtype), v[b, h // shared, keys].to(dtype)
         logits = q[b, h, queries].to(dtype) @ key.T * scale  # [queries, keys]
         if bias is not None:
-            logits = logits + bias[b, keys]
+            logits = logits + bias[b, keys].to(dtype)
         if is_causal:
             rows = torch.arange(row * size, row * size + len(queries), device=q.device)
             logits = logits.masked_fill(positions > rows[:, None], -torch.inf)

@@ -1,0 +1,5 @@
+import sys
+
+from rainfusion.cli import main
+
+sys.exit(main())

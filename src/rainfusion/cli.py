@@ -1,0 +1,161 @@
+"""The command `rainfusion`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rainfusion import __version__, arguments, backends
+from rainfusion.tools.shapes import SHAPES
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    missing = [name for name in args.needs(args) if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.exit(2, f'rainfusion {args.command} needs {" and ".join(missing)}: pip install "rainfusion[cli]"\n')
+    try:
+        return int(args.run(args))
+    except (ValueError, TypeError, OSError) as error:
+        parser.exit(2, f"rainfusion {args.command}: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rainfusion", description="Block-sparse attention for video and image DiTs.")
+    parser.add_argument("--version", action="version", version=f"rainfusion {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_bench(commands)
+    _add_inspect(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    names = "\n".join(f"  {s.name:19} {s.heads:2} x {s.seq_len:6} x {s.head_dim:3}  {s.note}" for s in SHAPES.values())
+    bench = commands.add_parser(
+        "bench",
+        help="time dense and sparse attention on named shapes",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Times dense and sparse attention in one run, after checking a few rows against float64.\n"
+        "Without names: shapes of seconds on a CPU, the real ones elsewhere.",
+        epilog=f"shapes (heads x tokens x head dim):\n{names}\n\n"
+        "example:\n  rainfusion bench wan-480p-17f flux-1024-4h --sparse-type rf_v2 ada_bsa --json > bench.json",
+    )
+    bench.add_argument("names", nargs="*", metavar="SHAPE", help="which shapes; see the list below")
+    bench.add_argument("--sparse-type", nargs="+", default=["rf_v2"], choices=["rf_v2", "ada_bsa"])
+    bench.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's own)")
+    bench.add_argument("--dtype", choices=_DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
+    bench.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    bench.add_argument("--backend", default="auto", choices=["auto", *backends.BACKENDS])
+    bench.add_argument("--heads", type=int, help="instead of the shape's own number")
+    bench.add_argument("--repeats", type=int, default=5, help="timed runs of each (default: 5)")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    bench.set_defaults(run=_bench, needs=lambda args: ["tqdm"])
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rainfusion.tools import bench
+
+    unknown = [name for name in args.names if name not in SHAPES]
+    if unknown:
+        raise ValueError(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
+    for name in ("heads", "repeats"):
+        if getattr(args, name) is not None:
+            arguments.integer(f"--{name}", getattr(args, name), minimum=1)
+    device = _device(args.device)
+    dtype = _DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    return bench.run(
+        args.names, sparse_types=args.sparse_type, sparsity=args.sparsity, dtype=dtype, device=device,
+        backend=args.backend, heads=args.heads, repeats=args.repeats, seed=args.seed, as_json=args.json,
+    )  # fmt: skip
+
+
+def _device(name: str | None) -> torch.device:
+    if name is not None:
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"--device must be a torch device such as cpu or cuda:0, got {name!r}") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="show a token order and the block masks of a call",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Shows which block each token of a grid falls into, and which blocks each head keeps: as text,\n"
+        "and as PNG with --out. The call is a synthetic video, or your own q and k with --tensors.",
+        epilog="examples:\n"
+        "  rainfusion inspect --latent-shape 5 16 24 --sparsity 0.8 --out pictures\n"
+        "  rainfusion inspect --latent-shape 21 45 80 --tensors call.pt   # torch.save({'q': q, 'k': k}, 'call.pt')",
+    )
+    inspect.add_argument("--latent-shape", type=int, nargs=3, default=[5, 16, 24], metavar=("T", "H", "W"))
+    inspect.add_argument("--txt-len", type=int, default=0, help="text tokens in front of the grid")
+    inspect.add_argument(
+        "--token-order", nargs="+", default=["window"], metavar="ORDER", help="window, mindiesd, raster, or WT WH WW"
+    )
+    inspect.add_argument("--block-size", type=int, default=128, choices=arguments.BLOCK_SIZES)
+    inspect.add_argument("--sparse-type", default="rf_v2", choices=["rf_v2", "ada_bsa"])
+    inspect.add_argument("--sparsity", type=float, default=0.8)
+    inspect.add_argument("--cdf-threshold", type=float, default=1.0, help="ada_bsa")
+    inspect.add_argument("--heads", type=int, default=4, help="of the synthetic call")
+    inspect.add_argument("--head-dim", type=int, default=64, help="of the synthetic call")
+    inspect.add_argument("--tensors", type=Path, metavar="FILE", help="q and k [B, N, S, D] of a call of your own")
+    inspect.add_argument("--out", type=Path, metavar="DIR", help="also write order.png and mask.png there")
+    inspect.set_defaults(run=_inspect, needs=lambda args: ["matplotlib"] if args.out else [])
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rainfusion.tools import inspection
+
+    order = args.token_order[0] if len(args.token_order) == 1 else _integers("--token-order", args.token_order)
+    for name in ("heads", "head_dim"):
+        arguments.integer(f"--{name.replace('_', '-')}", getattr(args, name), minimum=1)
+    return inspection.run(
+        args.latent_shape, txt_len=args.txt_len, token_order=order, block_size=args.block_size,
+        sparse_type=args.sparse_type, sparsity=args.sparsity, cdf_threshold=args.cdf_threshold, heads=args.heads,
+        head_dim=args.head_dim, tensors=args.tensors, out=args.out,
+    )  # fmt: skip
+
+
+def _integers(name: str, values: list[str]) -> list[int]:
+    try:
+        return [int(value) for value in values]
+    except ValueError as error:
+        raise ValueError(f"{name} must be a name or three numbers WT WH WW, got {' '.join(values)}") from error
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="sparse against dense attention on a synthetic video, with pictures",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Runs dense, rf_v2 and ada_bsa attention on a synthetic video on the CPU, prints speed and error,\n"
+        "and draws the token order, the masks and the outputs.",
+        epilog="example:\n  rainfusion demo --out demo",
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where pictures go (default: demo)")
+    demo.set_defaults(run=_demo, needs=lambda args: ["matplotlib", "tqdm"])
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from rainfusion.tools import demo
+
+    return demo.run(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The pipeline, on [B, H, S, D] tensors and checked options:
+
+    q, k, v --layout--> reorder --> pool --> score --> select --> attend --> restore --> out
+
+Backends reorder and restore on their way, so that a fast one can do it while it reads and writes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from rainfusion import backends
+from rainfusion.arguments import Options
+from rainfusion.blockmask import BlockMask
+from rainfusion.layout import TokenLayout, cached_layout
+from rainfusion.pooling import block_means, live_blocks
+from rainfusion.predictors import antidiagonal_mass, mean_scores
+from rainfusion.selection import keep_best, keep_mass
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    mask: BlockMask | None,
+    options: Options,
+    runner: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, BlockMask]:
+    """-> out, lse if asked for, and the mask that was used. keep bool [B, Sk], bias [B, Sk]: see `key_mask`."""
+    q_layout, k_layout = layouts(q, k, options)
+    if mask is None:
+        mask = predict(q, k, keep, options, q_layout, k_layout)
+    else:
+        mask.check_values()
+    out, lse = backends.BACKENDS[runner].attend(
+        q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, scale=options.scale, is_causal=options.is_causal,
+        inner_precise=options.inner_precise, return_lse=return_lse,
+    )  # fmt: skip
+    return out, lse, mask
+
+
+def layouts(q: Tensor, k: Tensor, options: Options) -> tuple[TokenLayout, TokenLayout]:
+    q_spec, k_spec = options.layout_specs(q.shape[2], k.shape[2])
+    return cached_layout(q_spec, q.device), cached_layout(k_spec, k.device)
+
+
+def predict(
+    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+) -> BlockMask:
+    """pool -> score -> select."""
+    if options.strategy == "dense" or 0 in (*q.shape, *k.shape):
+        return full_mask(q, k, options)
+    live = None if keep is None else live_blocks(k_layout, keep)
+    if options.strategy == "rf_v2":
+        q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
+        scores = mean_scores(q_means, k_means, options.scale, live)
+        dense = keep_best(scores, options.sparsity, q_layout.protected, k_layout.protected)
+    else:
+        mass = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
+        dense = keep_mass(
+            mass, options.sparsity, options.cdf_threshold,
+            keep_sink=options.keep_sink, keep_recent=options.keep_recent, is_causal=options.is_causal, live=live,
+        )  # fmt: skip
+    return BlockMask.from_dense(dense, options.block_size)
+
+
+def full_mask(q: Tensor, k: Tensor, options: Options) -> BlockMask:
+    """Every block that may be seen."""
+    batch, heads, q_len, _ = q.shape
+    return BlockMask.full(
+        batch, heads, q_len, k.shape[2],
+        block_size=options.block_size, is_causal=options.is_causal, device=q.device,
+    )  # fmt: skip
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[None]:
+    """The caller's autocast ends here: scores and softmax are fp32, and the output has q's dtype."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

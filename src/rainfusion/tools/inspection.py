@@ -1,0 +1,71 @@
+"""`rainfusion inspect`: what a call looks like: its token order and the block mask of each head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rainfusion
+from rainfusion.layout import TokenLayout
+from rainfusion.tools import pictures, synthetic
+
+
+def load_tensors(path: Path) -> tuple[Tensor, Tensor]:
+    """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`, as [B, N, S, D]."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(name), Tensor) for name in ("q", "k")):
+        raise ValueError(f"--tensors must name a file written by torch.save({{'q': q, 'k': k}}, ...), got {path}")
+    return saved["q"], saved["k"]
+
+
+def run(
+    latent_shape: Sequence[int],
+    *,
+    txt_len: int,
+    token_order: str | Sequence[int],
+    block_size: int,
+    sparse_type: str,
+    sparsity: float,
+    cdf_threshold: float,
+    heads: int,
+    head_dim: int,
+    tensors: Path | None,
+    out: Path | None,
+) -> int:
+    seq_len = txt_len + math.prod(latent_shape)
+    layout = TokenLayout.build(seq_len, latent_shape, txt_len, None, token_order, block_size)
+    if tensors is None:
+        latent = synthetic.video_latent(latent_shape)
+        q, k, _ = synthetic.video_qkv(latent, heads, head_dim, txt_len=txt_len)
+    else:
+        q, k = load_tensors(tensors)
+    kwargs: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity, cdf_threshold=cdf_threshold)
+    if sparse_type == "rf_v2":
+        kwargs.update(latent_shape_q=latent_shape, txt_len=txt_len, token_order=token_order, block_size=block_size)
+    with torch.inference_mode():
+        mask = rainfusion.predict_mask(q, k, **kwargs)
+
+    grid = "x".join(map(str, latent_shape))
+    order = token_order if isinstance(token_order, str) else "x".join(map(str, token_order))
+    order_title = f"token order '{order}': {grid} tokens in {layout.num_blocks} blocks of {block_size}"
+    mask_title = f"{sparse_type}, sparsity {sparsity}: density {mask.density():.3f}"
+    if sparse_type == "rf_v2":
+        print(f"{order_title}; one letter a block, a dot in protected blocks\n")
+        print(pictures.order_text(layout, latent_shape, txt_len))
+    print(f"\n{mask_title}; rows are query blocks, columns key blocks")
+    for head in range(min(mask.indices.shape[1], 2)):
+        print(f"\nhead {head}")
+        print(pictures.mask_text(mask, head=head))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        if sparse_type == "rf_v2":
+            pictures.order_figure(layout, latent_shape, txt_len, order_title).savefig(out / "order.png")
+        all_heads = range(mask.indices.shape[1])
+        pictures.mask_figure(mask, heads=all_heads, title=mask_title).savefig(out / "mask.png")
+        print(f"\nwrote {', '.join(str(path) for path in sorted(out.glob('*.png')))}")
+    return 0

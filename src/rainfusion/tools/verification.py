@@ -1,0 +1,59 @@
+"""Is a result right? A few rows, computed again in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rainfusion.blockmask import BlockMask
+from rainfusion.layout import TokenLayout
+
+
+class Verdict(NamedTuple):
+    error: float  # relative L2 distance to float64
+    allowed: float  # 1.5 x what torch's own attention loses on the same rows in the same dtype
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+
+def verify(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: BlockMask, layout: TokenLayout, rows: int = 6
+) -> Verdict:
+    """q, k, v, out [B, H, S, D] in the caller's order; `layout` serves both q and k. Checks `rows` blocks of rows."""
+    batch, heads, _, _ = q.shape
+    shared = heads // k.shape[1]
+    size = mask.block_size
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.stack(
+        [torch.randint(n, (rows,), generator=generator) for n in (batch, heads, mask.num_q_blocks)], 1
+    ).tolist()
+    picks[-1][2] = mask.num_q_blocks - 1  # the ragged one
+    exact, ours, torchs = [], [], []
+    for b, h, row in picks:
+        queries = layout.order[row * size : (row + 1) * size]
+        blocks = mask.indices[b, h, row, : int(mask.counts[b, h, row])].long()
+        positions = (blocks[:, None] * size + torch.arange(size, device=q.device)).flatten()
+        keys = layout.order[positions[positions < layout.seq_len]]
+        part = (q[b, h, queries], k[b, h // shared, keys], v[b, h // shared, keys])
+        exact.append(_attention_in_float64(*part))
+        ours.append(out[b, h, queries].double().cpu())
+        query, key, value = (x[None, None] for x in part)
+        torchs.append(F.scaled_dot_product_attention(query, key, value)[0, 0].double().cpu())
+    floor = 8 * torch.finfo(q.dtype).eps / 2  # sums of many terms in another order
+    return Verdict(_distance(ours, exact), 1.5 * max(_distance(torchs, exact), floor))
+
+
+def _attention_in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    logits: Tensor = q @ k.T * q.shape[-1] ** -0.5
+    return logits.softmax(-1) @ v
+
+
+def _distance(ours: list[Tensor], exact: list[Tensor]) -> float:
+    a, b = torch.cat(ours), torch.cat(exact)
+    return float((a - b).norm() / b.norm())
