@@ -12,7 +12,9 @@ and nothing else is masked unless the caller gave a key mask.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -116,14 +118,34 @@ class _Slab(NamedTuple):
 class _Group(NamedTuple):
     """Rows of a slab with the same number n of key blocks."""
 
-    q: Tensor  # [G, T, D], scaled unless in half precision
-    row: Tensor  # [G] its number among the head's rows
-    blocks: Tensor  # [G, n] its key blocks
+    rows: Tensor  # [G] numbers of the rows, counted over all heads of the slab
+    blocks: Tensor  # [G, n] their key blocks
     where: Tensor  # [G, n] the same, counted over all key heads of the slab
+    diagonal: Tensor  # bool [G]: whether the last of them is the row's own, in causal attention
     masked_from: list[int]  # G positions, 0 to n: the first block with a key bias
 
-    def rows(self, part: slice) -> _Group:
-        return _Group(self.q[part], self.row[part], self.blocks[part], self.where[part], self.masked_from[part])
+    def part(self, part: slice) -> _Group:
+        return _Group(self.rows[part], self.blocks[part], self.where[part], self.diagonal[part], self.masked_from[part])
+
+
+class _Workspace(NamedTuple):
+    """Scratch memory of a chunk, flat, used over and over: fresh memory would cost a page fault every 4 KB."""
+
+    blocks: Tensor  # gathered keys, then values, in the products' dtype
+    logits: Tensor  # in the softmax's
+    probs: Tensor
+    rows: int  # of a chunk
+
+    @classmethod
+    def allocate(cls, slab: _Slab, workspace_bytes: int) -> _Workspace:
+        heads, num_rows, size, head_dim = slab.q.shape
+        keys = min(_PIECE_BLOCKS, slab.k.shape[1]) * size  # of a row, in a piece
+        row_bytes = keys * (head_dim * slab.k.dtype.itemsize + 2 * size * slab.wide.itemsize)
+        rows = min(heads * num_rows, max(1, workspace_bytes // max(1, row_bytes)))
+        if slab.q.device.type == "cpu":
+            rows = min(rows, 2 * torch.get_num_threads())  # what they touch stays in the caches
+        logits, probs = (slab.q.new_empty(rows * size * keys, dtype=slab.wide) for _ in range(2))
+        return cls(slab.k.new_empty(rows * keys * head_dim), logits, probs, rows)
 
 
 def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
@@ -137,8 +159,8 @@ def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
 
 
 def _head_bytes(mask: BlockMask, head_dim: int, shared: int, compute: torch.dtype, wide: torch.dtype) -> int:
-    """k, v, and for each query head q and output, the latter two once more in the order of the groups."""
-    inputs = 2 * mask.num_k_blocks + 2 * shared * mask.num_q_blocks
+    """k, v, and for each query head q and the output, twice: rows that keep everything, and restored to their order."""
+    inputs = 2 * mask.num_k_blocks + shared * mask.num_q_blocks
     outputs = 2 * shared * mask.num_q_blocks
     return (inputs * compute.itemsize + outputs * wide.itemsize) * mask.block_size * head_dim
 
@@ -180,9 +202,7 @@ def _key_bias(
 def _attend_slab(slab: _Slab, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
     """-> out [h, NQ, T, D], lse [h, NQ, T, 1] or None, both in block order."""
     heads, num_rows, size, head_dim = slab.q.shape
-    at_once = max(1, workspace_bytes // (_PIECE_BLOCKS * size * 2 * (size + head_dim) * slab.wide.itemsize))
-    if slab.q.device.type == "cpu":
-        at_once = min(at_once, torch.get_num_threads())  # a row for each: what they touch stays in their caches
+    workspace = _Workspace.allocate(slab, workspace_bytes)
     counts = _causal_counts(slab) if slab.is_causal else slab.counts
     out = torch.empty((heads * num_rows, size, head_dim), dtype=slab.wide, device=slab.q.device)
     lse = torch.empty((heads * num_rows, size, 1), dtype=slab.wide, device=slab.q.device) if slab.return_lse else None
@@ -192,14 +212,20 @@ def _attend_slab(slab: _Slab, workspace_bytes: int) -> tuple[Tensor, Tensor | No
             out.index_fill_(0, chosen, 0.0)
             if lse is not None:
                 lse.index_fill_(0, chosen, -torch.inf)
-            continue
-        if slab.fused and count == slab.k.shape[1]:
-            part, part_lse = _attend_full(slab, rows, workspace_bytes), None
+        elif slab.fused and count == slab.k.shape[1]:
+            out.index_copy_(0, chosen, _attend_full(slab, rows, workspace_bytes))
         else:
-            part, part_lse = _attend_group(slab, _group(slab, chosen, count), at_once)
-        out.index_copy_(0, chosen, part)
-        if lse is not None and part_lse is not None:
-            lse.index_copy_(0, chosen, part_lse)
+            group = _group(slab, chosen, count)
+            for start in range(0, len(rows), workspace.rows):
+                chunk = group.part(slice(start, start + workspace.rows))
+                part, part_lse = _attend_chunk(slab, chunk, workspace)
+                last = min(start + workspace.rows, len(rows)) - 1
+                if rows[last] - rows[start] == last - start:  # a slice takes a third of index_copy_'s time
+                    out[rows[start] : rows[last] + 1] = part
+                else:
+                    out.index_copy_(0, chunk.rows, part)
+                if lse is not None and part_lse is not None:
+                    lse.index_copy_(0, chunk.rows, part_lse)
     return out.view(slab.q.shape), None if lse is None else lse.view(heads, num_rows, size, 1)
 
 
@@ -239,38 +265,24 @@ def _attend_full(slab: _Slab, rows: list[int], workspace_bytes: int) -> Tensor:
     return torch.cat(parts).to(slab.wide)
 
 
-def _group(slab: _Slab, chosen: Tensor, count: int) -> _Group:
-    """chosen [G]: numbers of rows, counted over all heads of the slab."""
+def _group(slab: _Slab, rows: Tensor, count: int) -> _Group:
     heads, num_rows = slab.q.shape[:2]
     k_heads, num_blocks = slab.k.shape[:2]
-    q = slab.q.flatten(0, 1).index_select(0, chosen)
-    if q.dtype == slab.wide:
-        q.mul_(slab.scale)  # in half precision that would round q once more: there the product is scaled
-    blocks = slab.indices.flatten(0, 1).index_select(0, chosen)[:, :count].long()
-    head = chosen // num_rows // (heads // k_heads)
-    masked_from = [count] * len(chosen)
+    blocks = slab.indices.flatten(0, 1).index_select(0, rows)[:, :count].long()
+    k_head = rows // num_rows // (heads // k_heads)
+    masked_from = [count] * len(rows)
     if slab.key_bias is not None:
         masked = (slab.key_bias != 0).any(-1)[blocks]  # [G, n]
         position = torch.arange(count, device=blocks.device).expand(masked.shape)
-        masked_from = F.pad(position.where(masked, count), (0, 1), value=count).amin(1).tolist()
-    return _Group(q, chosen % num_rows, blocks, head[:, None] * num_blocks + blocks, masked_from)
+        masked_from = position.where(masked, count).amin(1).tolist()
+    return _Group(rows, blocks, k_head[:, None] * num_blocks + blocks, blocks[:, -1] == rows % num_rows, masked_from)
 
 
-def _attend_group(slab: _Slab, group: _Group, at_once: int) -> tuple[Tensor, Tensor | None]:
-    """-> out [G, T, D], lse [G, T, 1] or None."""
-    rows, size, _ = group.q.shape
-    out = torch.empty_like(group.q, dtype=slab.wide)
-    lse = torch.empty((rows, size, 1), dtype=slab.wide, device=out.device) if slab.return_lse else None
-    for start in range(0, rows, at_once):
-        chunk = slice(start, start + at_once)
-        out[chunk], part_lse = _attend_chunk(slab, group.rows(chunk))
-        if lse is not None and part_lse is not None:
-            lse[chunk] = part_lse
-    return out, lse
-
-
-def _attend_chunk(slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
-    """A group small enough to be attended at once."""
+def _attend_chunk(slab: _Slab, chunk: _Group, workspace: _Workspace) -> tuple[Tensor, Tensor | None]:
+    """A group small enough for the workspace -> out [G, T, D], lse [G, T, 1] or None."""
+    q = slab.q.flatten(0, 1).index_select(0, chunk.rows)
+    if q.dtype == slab.wide:
+        q.mul_(slab.scale)  # in half precision that would round q once more: there the product is scaled
     count = chunk.blocks.shape[1]
     return_lse = slab.return_lse or count > _PIECE_BLOCKS  # pieces are merged by it
     masked_from = min(chunk.masked_from)
@@ -279,14 +291,14 @@ def _attend_chunk(slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
     for first in range(0, count, _PIECE_BLOCKS):
         last = min(first + _PIECE_BLOCKS, count)
         where = chunk.where[:, first:last]
-        logits = _products(chunk.q, _gathered(slab.k, where), slab)  # [R, T, n*T]
+        logits = _products(q, _gathered(slab.k, where, workspace), slab, workspace)  # [R, T, n*T]
         if masked_from < last:
             _add_key_bias(logits, slab.key_bias, chunk.blocks[:, first:last], max(0, masked_from - first))
         if slab.is_causal and last == count:
-            _hide_future(logits, chunk.blocks[:, -1] == chunk.row)
+            _hide_future(logits, chunk.diagonal)
         largest = logits.amax(-1, keepdim=True) if return_lse or slab.may_be_empty else None
-        probs = logits.softmax(-1)
-        part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where)).to(slab.wide)
+        probs = torch.softmax(logits, -1, out=_view(workspace.probs, logits.shape))
+        part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where, workspace)).to(slab.wide)
         if slab.may_be_empty and largest is not None:
             part.masked_fill_(largest == -torch.inf, 0.0)  # a row of -inf only: 0, not NaN
         part_lse = _log_sum_exp(largest, probs) if return_lse and largest is not None else None
@@ -298,18 +310,24 @@ def _attend_chunk(slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
-def _products(q: Tensor, k: Tensor, slab: _Slab) -> Tensor:
+def _view(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    return buffer[: math.prod(shape)].view(*shape)
+
+
+def _products(q: Tensor, k: Tensor, slab: _Slab, workspace: _Workspace) -> Tensor:
     """scale * q @ k^T: [R, T, D], [R, n*T, D] -> [R, T, n*T] in the softmax's dtype. A wide q is scaled already."""
+    logits = _view(workspace.logits, (q.shape[0], q.shape[1], k.shape[1]))
     if q.dtype == slab.wide:
-        return torch.bmm(q, k.mT)
+        return torch.bmm(q, k.mT, out=logits)
     # scaled before it is rounded to half precision, where it might not fit
-    return torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=slab.scale).to(slab.wide)
+    return logits.copy_(torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=slab.scale))
 
 
-def _gathered(x: Tensor, where: Tensor) -> Tensor:
+def _gathered(x: Tensor, where: Tensor, workspace: _Workspace) -> Tensor:
     """x [hk, NK, T, D], where [R, n] -> [R, n*T, D]. index_select over flat blocks runs at the speed of a copy."""
     size, head_dim = x.shape[2:]
-    blocks = x.view(-1, size * head_dim).index_select(0, where.flatten())
+    blocks = _view(workspace.blocks, (where.numel(), size * head_dim))
+    torch.index_select(x.view(-1, size * head_dim), 0, where.flatten(), out=blocks)
     return blocks.view(where.shape[0], where.shape[1] * size, head_dim)
 
 
