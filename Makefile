@@ -17,7 +17,7 @@ test: lint
 	$(BIN)/pytest -m "not slow"
 
 test-all: lint
-	RAINFUSION_FUZZ=long $(BIN)/pytest
+	RAINFUSION_FUZZ=20 $(BIN)/pytest --timeout 1800
 
 bench: .venv/ready
 	$(BIN)/rainfusion bench

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from fuzz import examples
 from rainfusion import BlockMask, TokenLayout, block_sparse_attention, predict_mask, sparse_attention
 from rainfusion.backends import portable
 
@@ -125,7 +126,7 @@ def calls(draw):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(calls())
 def test_any_call_agrees_with_float64_attention(call):
     q, k, v = qkv(*call["shape"], seed=call["seed"], k_heads=call["k_heads"], k_len=call["k_len"])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from fuzz import examples
 from rainfusion import TokenLayout
 
 ORDERS = ["window", "raster", "mindiesd", (4, 4, 8), (8, 4, 4), (2, 8, 8), (1, 8, 16), (1, 1, 128)]
@@ -24,7 +25,7 @@ def assert_same(layout, expected):
     assert layout.is_identity == (order == list(range(len(order))))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(grid=grids, txt=st.integers(0, 300), order=st.sampled_from(ORDERS), size=st.sampled_from([64, 128]))
 def test_orders_agree_with_the_definition(grid, txt, order, size):
     seq_len = txt + math.prod(grid)
@@ -43,7 +44,7 @@ def clip_sequences(draw):
     return position + draw(st.sampled_from([0, 1, 77, 128])), spans
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(clips=clip_sequences(), order=st.sampled_from(ORDERS), size=st.sampled_from([64, 128]))
 def test_clips_agree_with_the_definition(clips, order, size):
     seq_len, spans = clips

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from fuzz import examples
 from rainfusion import BlockMask, predict_mask, sparse_attention
 
 
@@ -59,7 +60,7 @@ def key_mask(kind, batch, k_len, seed):
     return bias.masked_fill(~keep, -1e4)[:, None, None]
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(rf_v2_calls())
 def test_rf_v2_masks_agree_with_the_definition(call):
     batch, heads, k_heads, q_len, k_len, dim, mask_kind, kwargs, seed = call
@@ -82,7 +83,7 @@ def test_rf_v2_masks_agree_with_the_definition(call):
     assert (mask.q_len, mask.k_len) == (q_len, k_len)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 2),
     st.integers(1, 330),

@@ -288,8 +288,9 @@ def _attend_chunk(slab: _Slab, chunk: _Group, workspace: _Workspace) -> tuple[Te
     masked_from = min(chunk.masked_from)
     out: Tensor | None = None
     lse: Tensor | None = None
-    for first in range(0, count, _PIECE_BLOCKS):
-        last = min(first + _PIECE_BLOCKS, count)
+    step = -(-count // -(-count // _PIECE_BLOCKS))  # pieces of one size, as far as possible
+    for first in range(0, count, step):
+        last = min(first + step, count)
         where = chunk.where[:, first:last]
         logits = _products(q, _gathered(slab.k, where, workspace), slab, workspace)  # [R, T, n*T]
         if masked_from < last:

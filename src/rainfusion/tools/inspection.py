@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from rainfusion.tools import pictures, synthetic
 
 def load_tensors(path: Path) -> tuple[Tensor, Tensor]:
     """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`, as [B, N, S, D]."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    wrong = f"--tensors must name a file written by torch.save({{'q': q, 'k': k}}, ...), got {path}"
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(wrong) from error
     if not isinstance(saved, dict) or not all(isinstance(saved.get(name), Tensor) for name in ("q", "k")):
-        raise ValueError(f"--tensors must name a file written by torch.save({{'q': q, 'k': k}}, ...), got {path}")
+        raise ValueError(wrong)
     return saved["q"], saved["k"]
 
 
