@@ -39,7 +39,7 @@ def test_every_command_has_help_with_an_example(command, capsys):
 
 
 def test_bench_prints_a_table(capsys):
-    words = ("bench", "qwen-image-512", "--repeats", "1", "--heads", "1", "--sparse-type", "rf_v2", "ada_bsa")
+    words = ("bench", "qwen-image-512", "--repeats", "1", "--heads", "1", "--sparse-type", "rf_v2,ada_bsa")
     status, out, err = run(capsys, *words)
     assert status == 0
     rows = [line for line in out.splitlines() if line.startswith("qwen-image-512")]
@@ -94,7 +94,14 @@ def test_the_named_shapes_are_the_real_ones():
     assert SHAPES["wan-720p"].seq_len == 75600
     assert SHAPES["wan-480p"].seq_len == 32760
     assert SHAPES["tokens-8k"].seq_len == 8192
-    assert bench.default_shapes(torch.device("cpu")) == [s.name for s in SHAPES.values() if s.small]
+    assert bench.default_shapes(torch.device("cpu")) == [s for s in SHAPES.values() if s.small]
+
+
+def test_bench_takes_a_shape_of_ones_own(capsys):
+    words = ("bench", "--latent-shape", "3", "8", "16", "--txt-len", "20", "--head-dim", "16", "--repeats", "1")
+    _, out, _ = run(capsys, *words, "--json", "--device", "cpu")
+    (record,) = json.loads(out)
+    assert (record["shape"], record["tokens"], record["heads"], record["sparsity"]) == ("3x8x16", 404, 4, 0.8)
 
 
 def test_bench_refuses_what_it_does_not_know(capsys):
@@ -102,6 +109,8 @@ def test_bench_refuses_what_it_does_not_know(capsys):
     assert "--repeats must be at least 1, got 0" in refused(capsys, "bench", "--repeats", "0")
     assert "sparsity must be in [0, 1], got 3.0" in refused(capsys, "bench", "qwen-image-512", "--sparsity", "3")
     assert "--device" in refused(capsys, "bench", "--device", "abacus")
+    assert "--sparse-type" in refused(capsys, "bench", "--sparse-type", "rf_v2,rf_v9")
+    assert "--head-dim" in refused(capsys, "bench", "--head-dim", "0")
 
 
 def test_inspect_shows_order_and_masks(capsys, tmp_path):
@@ -122,6 +131,8 @@ def test_inspect_takes_a_call_of_ones_own(capsys, tmp_path):
     _, out, _ = run(capsys, *words)
     mask = rainfusion.predict_mask(q, k, sparse_type="rf_v2", sparsity=0.5, latent_shape_q=[3, 8, 16])
     assert pictures.mask_text(mask) in out
+    torch.save({"q": q.transpose(1, 2), "k": k.transpose(1, 2)}, tmp_path / "call.pt")
+    assert pictures.mask_text(mask) in run(capsys, *words, "--input-layout", "BSND")[1]
     torch.save([q, k], tmp_path / "call.pt")
     assert "--tensors" in refused(capsys, *words)
     assert "no.pt" in refused(capsys, "inspect", "--tensors", "no.pt")
@@ -142,7 +153,7 @@ def test_inspect_says_what_is_wrong(capsys):
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tqdm" else object())
-    assert 'tqdm: pip install "rainfusion[cli]"' in refused(capsys, "bench")
+    assert "needs tqdm: pip install tqdm" in refused(capsys, "bench")
 
 
 def test_a_large_mask_is_shrunk_for_the_terminal():

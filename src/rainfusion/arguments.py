@@ -286,12 +286,14 @@ def key_mask(attn_mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
     if attn_mask.shape != (batch, k_len) and attn_mask.shape != (batch, 1, 1, k_len):
         raise ValueError(
             f"attn_mask must be a key mask of shape [B, Sk] = [{batch}, {k_len}] or [{batch}, 1, 1, {k_len}], got "
-            f"{list(attn_mask.shape)}; a mask per query is not supported, use torch's scaled_dot_product_attention"
+            f"{list(attn_mask.shape)}. One mask for all: attn_mask.expand({batch}, -1); a mask per query is not "
+            "supported, use torch's scaled_dot_product_attention"
         )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}")
+        hint = "; use attn_mask.bool() if 1 means attend" if not attn_mask.is_floating_point() else ""
+        raise TypeError(f"attn_mask must be bool (True = attend) or an additive float, got {_dtype(attn_mask)}{hint}")
     attn_mask = attn_mask.reshape(batch, k_len)
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
@@ -340,7 +342,8 @@ def check_fit(spec: LayoutSpec, name: str) -> None:
         t, h, w = shape
         raise ValueError(
             f"{name} must fill the sequence: txt_len + t*h*w = {txt_len} + {t}*{h}*{w} = {txt_len + t * h * w}, but "
-            f"the sequence has {seq_len} tokens"
+            f"the sequence has {seq_len} tokens. [t, h, w] counts tokens after patching; text behind the video goes "
+            "through video_spans; and is input_layout right?"
         )
 
 

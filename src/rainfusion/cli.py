@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rainfusion import __version__, arguments, backends
-from rainfusion.tools.shapes import SHAPES
+from rainfusion.tools.shapes import SHAPES, Shape
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -21,9 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     missing = [name for name in args.needs(args) if importlib.util.find_spec(name) is None]
     if missing:
-        parser.exit(2, f'rainfusion {args.command} needs {" and ".join(missing)}: pip install "rainfusion[cli]"\n')
+        parser.exit(2, f"rainfusion {args.command} needs {' and '.join(missing)}: pip install {' '.join(missing)}\n")
     try:
         return int(args.run(args))
+    except BrokenPipeError:  # `rainfusion inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, OSError) as error:
         parser.exit(2, f"rainfusion {args.command}: {error}\n")
     except KeyboardInterrupt:
@@ -49,17 +53,22 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times dense and sparse attention in one run, after checking a few rows against float64.\n"
         "Without names: shapes of seconds on a CPU, the real ones elsewhere.",
         epilog=f"shapes (heads x tokens x head dim):\n{names}\n\n"
-        "example:\n  rainfusion bench wan-480p-17f flux-1024-4h --sparse-type rf_v2 ada_bsa --json > bench.json",
+        "examples:\n"
+        "  rainfusion bench wan-480p-17f flux-1024-4h --sparse-type rf_v2,ada_bsa --json > bench.json\n"
+        "  rainfusion bench --latent-shape 9 30 52 --txt-len 256 --heads 4 --sparsity 0.8",
     )
     bench.add_argument("names", nargs="*", metavar="SHAPE", help="which shapes; see the list below")
-    bench.add_argument("--sparse-type", nargs="+", default=["rf_v2"], choices=["rf_v2", "ada_bsa"])
+    bench.add_argument("--latent-shape", type=int, nargs=3, metavar=("T", "H", "W"), help="a shape of your own")
+    bench.add_argument("--txt-len", type=int, default=0, help="text in front of it (default: 0)")
+    bench.add_argument("--head-dim", type=int, default=128, help="of it (default: 128)")
+    bench.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
     bench.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's own)")
     bench.add_argument("--dtype", choices=_DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
     bench.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
-    bench.add_argument("--backend", default="auto", choices=["auto", *backends.BACKENDS])
-    bench.add_argument("--heads", type=int, help="instead of the shape's own number")
+    bench.add_argument("--backend", default="auto", choices=["auto", *backends.BACKENDS], help="default: auto")
+    bench.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
     bench.add_argument("--repeats", type=int, default=5, help="timed runs of each (default: 5)")
-    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--seed", type=int, default=0, help="of the synthetic video (default: 0)")
     bench.add_argument("--json", action="store_true", help="print JSON instead of the table")
     bench.set_defaults(run=_bench, needs=lambda args: ["tqdm"])
 
@@ -70,23 +79,35 @@ def _bench(args: argparse.Namespace) -> int:
     unknown = [name for name in args.names if name not in SHAPES]
     if unknown:
         raise ValueError(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
-    for name in ("heads", "repeats"):
+    for name in ("heads", "repeats", "head_dim"):
         if getattr(args, name) is not None:
-            arguments.integer(f"--{name}", getattr(args, name), minimum=1)
+            arguments.integer(f"--{name.replace('_', '-')}", getattr(args, name), minimum=1)
+    sparse_types = args.sparse_type.split(",")
+    for sparse_type in sparse_types:
+        arguments.choice("--sparse-type", sparse_type, ("rf_v2", "ada_bsa"))
     device = _device(args.device)
     dtype = _DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    shapes = [SHAPES[name] for name in args.names]
+    if args.latent_shape:
+        grid = arguments.grid("--latent-shape", args.latent_shape)
+        txt_len = arguments.integer("--txt-len", args.txt_len, minimum=0)
+        name = "x".join(map(str, grid))
+        sparsity = 0.6 if grid[0] == 1 else 0.8
+        shapes.append(Shape(name, args.heads or 4, args.head_dim, grid, txt_len, sparsity, "yours"))
     return bench.run(
-        args.names, sparse_types=args.sparse_type, sparsity=args.sparsity, dtype=dtype, device=device,
-        backend=args.backend, heads=args.heads, repeats=args.repeats, seed=args.seed, as_json=args.json,
+        shapes or bench.default_shapes(device), sparse_types=sparse_types, sparsity=args.sparsity, dtype=dtype,
+        device=device, backend=args.backend, heads=args.heads, repeats=args.repeats, seed=args.seed, as_json=args.json,
     )  # fmt: skip
 
 
 def _device(name: str | None) -> torch.device:
     if name is not None:
         try:
-            return torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"--device must be a torch device such as cpu or cuda:0, got {name!r}") from error
+            torch.empty(1, device=name)
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--device must be a torch device of this machine, got {name!r}: {reason}") from error
+        return torch.device(name)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator or torch.device("cpu")
 
@@ -102,18 +123,23 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "  rainfusion inspect --latent-shape 5 16 24 --sparsity 0.8 --out pictures\n"
         "  rainfusion inspect --latent-shape 21 45 80 --tensors call.pt   # torch.save({'q': q, 'k': k}, 'call.pt')",
     )
-    inspect.add_argument("--latent-shape", type=int, nargs=3, default=[5, 16, 24], metavar=("T", "H", "W"))
+    inspect.add_argument(
+        "--latent-shape", type=int, nargs=3, default=[5, 16, 24], metavar=("T", "H", "W"), help="default: 5 16 24"
+    )
     inspect.add_argument("--txt-len", type=int, default=0, help="text tokens in front of the grid")
     inspect.add_argument(
         "--token-order", nargs="+", default=["window"], metavar="ORDER", help="window, mindiesd, raster, or WT WH WW"
     )
-    inspect.add_argument("--block-size", type=int, default=128, choices=arguments.BLOCK_SIZES)
-    inspect.add_argument("--sparse-type", default="rf_v2", choices=["rf_v2", "ada_bsa"])
-    inspect.add_argument("--sparsity", type=float, default=0.8)
-    inspect.add_argument("--cdf-threshold", type=float, default=1.0, help="ada_bsa")
-    inspect.add_argument("--heads", type=int, default=4, help="of the synthetic call")
-    inspect.add_argument("--head-dim", type=int, default=64, help="of the synthetic call")
-    inspect.add_argument("--tensors", type=Path, metavar="FILE", help="q and k [B, N, S, D] of a call of your own")
+    inspect.add_argument("--block-size", type=int, default=128, choices=arguments.BLOCK_SIZES, help="default: 128")
+    inspect.add_argument("--sparse-type", default="rf_v2", choices=["rf_v2", "ada_bsa"], help="default: rf_v2")
+    inspect.add_argument("--sparsity", type=float, default=0.8, help="share of blocks to skip (default: 0.8)")
+    inspect.add_argument("--cdf-threshold", type=float, default=1.0, help="ada_bsa (default: 1.0)")
+    inspect.add_argument("--heads", type=int, default=4, help="of the synthetic call (default: 4)")
+    inspect.add_argument("--head-dim", type=int, default=64, help="of the synthetic call (default: 64)")
+    inspect.add_argument("--tensors", type=Path, metavar="FILE", help="q and k of a call of your own")
+    inspect.add_argument(
+        "--input-layout", default="BNSD", choices=arguments.INPUT_LAYOUTS, help="of --tensors (default: BNSD)"
+    )
     inspect.add_argument("--out", type=Path, metavar="DIR", help="also write order.png and mask.png there")
     inspect.set_defaults(run=_inspect, needs=lambda args: ["matplotlib"] if args.out else [])
 
@@ -127,7 +153,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return inspection.run(
         args.latent_shape, txt_len=args.txt_len, token_order=order, block_size=args.block_size,
         sparse_type=args.sparse_type, sparsity=args.sparsity, cdf_threshold=args.cdf_threshold, heads=args.heads,
-        head_dim=args.head_dim, tensors=args.tensors, out=args.out,
+        head_dim=args.head_dim, tensors=args.tensors, input_layout=args.input_layout, out=args.out,
     )  # fmt: skip
 
 

@@ -187,7 +187,8 @@ def _window_key(t: int, h: int, w: int, window: Grid) -> Tensor:
     """Sort by (band, w, t % wt, h % wh), w running backwards in odd bands.
 
     A band is wt frames by wh rows at full width, walked column by column and back along the next one, like a plough.
-    So any `block_size` consecutive tokens are neighbours whatever the remainders of t, h and w are, with no padding.
+    So consecutive tokens are neighbours whatever the remainders of t, h and w are, with no padding; only where the
+    last band of wt frames meets the first of the next does a block have two parts.
     """
     wt, wh, _ = window
     frame, row, column = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")

@@ -81,6 +81,7 @@ def full_mask(q: Tensor, k: Tensor, options: Options) -> BlockMask:
 
 def own_precision(device: torch.device) -> AbstractContextManager[None]:
     """The caller's autocast ends here: scores and softmax are fp32, and the output has q's dtype."""
-    if torch.amp.is_autocast_available(device.type):
+    # compilers cannot trace the question, nor do they run where the answer is no
+    if device.type != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -7,14 +7,16 @@ Rows with the same number of key blocks form a group. A chunk of its rows is one
 in pieces of a few key blocks, merged by their log-sum-exp, so that the logits of a piece stay in the cache and no
 memory grows with the sequence. Torch's softmax is one pass where max, exp and sum by hand are four, each of them with a
 barrier between the threads. Blocks are in ascending order, so only a row's last one can be ragged or on the diagonal,
-and nothing else is masked unless the caller gave a key mask.
+and nothing else is masked unless the caller gave a key mask. Rows that keep every block need no gathering and go to
+torch's own attention; on a GPU it also attends the gathered rows, where no LSE is asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from rainfusion.layout import TokenLayout
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
 
 _PIECE_BLOCKS = 32  # key blocks at a time: 128 x 4096 logits of a row are 2 MB in fp32; 16 and 64 were slower
-_CPU_SLAB_BYTES = 16 * 2**20  # fewer heads at a time on a CPU: their copies stay in the cache
+_CPU_SLAB_BYTES = 8 * 2**20  # a thread: fewer heads at a time on a CPU, so that their copies stay in the cache
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> str | None:
@@ -54,18 +56,22 @@ def attend(
     """Same contract as `reference.attend`.
 
     Memory beyond inputs and outputs stays within `workspace_bytes`, or what one key head and its query heads need if
-    that is more: its k, v, q and output in block order, and one piece of one row. Rows that keep every block go to
-    torch's own attention unless the LSE is asked for, so asking for it may change their last bits.
+    that is more: its k, v, q and output in block order, and one piece of one row. Torch's own attention gives no
+    LSE, so asking for it may change last bits.
     """
     batch, heads, q_len, _ = q.shape
     k_heads = k.shape[1]
     shared = heads // max(1, k_heads)  # query heads that share a key head
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     compute = _compute_dtype(q, inner_precise)
-    wide = torch.float64 if compute == torch.float64 else torch.float32
-    # what torch's own attention can do for rows that keep everything; it would round a bias to half precision
-    fused = not (is_causal or return_lse) and (bias is None or compute == wide)
+    fused = not (is_causal or return_lse) and scale > 0  # what torch's own attention can do, and does right
+    if q.device.type != "cpu":
+        # it would round a bias to half precision; without one it is exact enough, and the fastest there is
+        fused = fused and (bias is None or q.dtype == wide)
+        compute = q.dtype if fused else compute
+    worker: _Worker | None = None
     head_bytes = _head_bytes(mask, q.shape[3], shared, compute, wide)
     for b in range(batch):  # never across batch elements: each one's result is its own to the last bit
         removed = None if keep is None or bool(keep[b].all()) else ~keep[b].unsqueeze(-1)  # [Sk, 1]
@@ -91,7 +97,8 @@ def attend(
                 fused=fused,
                 wide=wide,
             )
-            result, result_lse = _attend_slab(slab, workspace_bytes // 2)
+            worker = worker or _worker(slab, workspace_bytes // 2)  # the first slab is the largest
+            result, result_lse = _attend_slab(slab, worker, workspace_bytes // 2)
             out[b, q_slab] = q_layout.restore(result.flatten(1, 2)[:, :q_len])
             if lse is not None and result_lse is not None:
                 lse[b, q_slab] = q_layout.restore(result_lse.flatten(1, 2)[:, :q_len]).squeeze(-1)
@@ -111,7 +118,7 @@ class _Slab(NamedTuple):
     scale: float
     is_causal: bool
     return_lse: bool
-    fused: bool  # rows that keep every block go to torch's own attention
+    fused: bool  # torch's own attention may be used
     wide: torch.dtype  # of softmax and sums
 
 
@@ -148,10 +155,17 @@ class _Workspace(NamedTuple):
         return cls(slab.k.new_empty(rows * keys * head_dim), logits, probs, rows)
 
 
+class _Worker(NamedTuple):
+    """Who attends a chunk of rows, and how many rows with so many blocks fit at once."""
+
+    attend: Callable[[_Slab, _Group], tuple[Tensor, Tensor | None]]  # -> out [G, T, D], lse [G, T, 1] or None
+    rows: Callable[[int], int]
+
+
 def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
     """fp32 products for half-precision inputs, or their own dtype where speed was asked for (softmax stays fp32).
 
-    On a CPU fp32 is the fast one: half-precision products took 20 times as long in fp16, and gained little in bf16.
+    On a CPU fp32 is the fast one: fp16 products took 20 times as long on an AVX-512 machine, bf16 gained little.
     """
     if q.dtype == torch.float64 or (inner_precise == 1 and q.device.type != "cpu"):
         return q.dtype
@@ -167,7 +181,7 @@ def _head_bytes(mask: BlockMask, head_dim: int, shared: int, compute: torch.dtyp
 
 def _slab_bytes(q: Tensor, workspace_bytes: int) -> int:
     half = workspace_bytes // 2  # the other half is for the pieces
-    return min(half, _CPU_SLAB_BYTES) if q.device.type == "cpu" else half
+    return min(half, _CPU_SLAB_BYTES * torch.get_num_threads()) if q.device.type == "cpu" else half
 
 
 def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, removed: Tensor | None = None) -> Tensor:
@@ -199,10 +213,9 @@ def _key_bias(
     return total.view(layout.num_blocks, layout.block_size)
 
 
-def _attend_slab(slab: _Slab, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
+def _attend_slab(slab: _Slab, worker: _Worker, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
     """-> out [h, NQ, T, D], lse [h, NQ, T, 1] or None, both in block order."""
     heads, num_rows, size, head_dim = slab.q.shape
-    workspace = _Workspace.allocate(slab, workspace_bytes)
     counts = _causal_counts(slab) if slab.is_causal else slab.counts
     out = torch.empty((heads * num_rows, size, head_dim), dtype=slab.wide, device=slab.q.device)
     lse = torch.empty((heads * num_rows, size, 1), dtype=slab.wide, device=slab.q.device) if slab.return_lse else None
@@ -216,10 +229,11 @@ def _attend_slab(slab: _Slab, workspace_bytes: int) -> tuple[Tensor, Tensor | No
             out.index_copy_(0, chosen, _attend_full(slab, rows, workspace_bytes))
         else:
             group = _group(slab, chosen, count)
-            for start in range(0, len(rows), workspace.rows):
-                chunk = group.part(slice(start, start + workspace.rows))
-                part, part_lse = _attend_chunk(slab, chunk, workspace)
-                last = min(start + workspace.rows, len(rows)) - 1
+            rows_at_once = worker.rows(count)
+            for start in range(0, len(rows), rows_at_once):
+                chunk = group.part(slice(start, start + rows_at_once))
+                part, part_lse = worker.attend(slab, chunk)
+                last = min(start + rows_at_once, len(rows)) - 1
                 if rows[last] - rows[start] == last - start:  # a slice takes a third of index_copy_'s time
                     out[rows[start] : rows[last] + 1] = part
                 else:
@@ -243,6 +257,35 @@ def _rows_by_count(counts: list[int]) -> list[tuple[int, list[int]]]:
     for row, count in enumerate(counts):
         groups[count].append(row)
     return sorted(groups.items())
+
+
+def _worker(slab: _Slab, workspace_bytes: int) -> _Worker:
+    """On a CPU by hand, which is faster there and gives the LSE; elsewhere by torch's own kernels where they can."""
+    if slab.fused and slab.q.device.type != "cpu":
+        size, head_dim = slab.k.shape[2:]
+        # keys and values of a block, and its logits should torch hold them
+        block_bytes = size * (2 * head_dim * slab.k.dtype.itemsize + size * slab.wide.itemsize)
+        return _Worker(_attend_gathered, lambda count: max(1, workspace_bytes // (count * block_bytes)))
+    workspace = _Workspace.allocate(slab, workspace_bytes)
+    return _Worker(partial(_attend_by_hand, workspace), lambda count: workspace.rows)
+
+
+def _attend_gathered(slab: _Slab, chunk: _Group) -> tuple[Tensor, None]:
+    """Each row is an attention of its own to torch, over its gathered keys."""
+    rows, count = chunk.blocks.shape
+    size, head_dim = slab.k.shape[2:]
+    q = slab.q.flatten(0, 1).index_select(0, chunk.rows).unsqueeze(1)  # [G, 1, T, D]
+    where = chunk.where.flatten()
+    k, v = (x.flatten(0, 1).index_select(0, where).view(rows, 1, count * size, head_dim) for x in (slab.k, slab.v))
+    bias = None
+    if slab.key_bias is not None and min(chunk.masked_from) < count:
+        bias = slab.key_bias[chunk.blocks].view(rows, 1, 1, count * size)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), scale=slab.scale
+    ).to(slab.wide)
+    if slab.may_be_empty and bias is not None:
+        out = out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0.0)
+    return out.squeeze(1), None
 
 
 def _attend_full(slab: _Slab, rows: list[int], workspace_bytes: int) -> Tensor:
@@ -278,8 +321,8 @@ def _group(slab: _Slab, rows: Tensor, count: int) -> _Group:
     return _Group(rows, blocks, k_head[:, None] * num_blocks + blocks, blocks[:, -1] == rows % num_rows, masked_from)
 
 
-def _attend_chunk(slab: _Slab, chunk: _Group, workspace: _Workspace) -> tuple[Tensor, Tensor | None]:
-    """A group small enough for the workspace -> out [G, T, D], lse [G, T, 1] or None."""
+def _attend_by_hand(workspace: _Workspace, slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
+    """gather -> products -> softmax -> products, in pieces that fit the workspace."""
     q = slab.q.flatten(0, 1).index_select(0, chunk.rows)
     if q.dtype == slab.wide:
         q.mul_(slab.scale)  # in half precision that would round q once more: there the product is scaled

@@ -171,13 +171,13 @@ def format_results(results: list[Result]) -> str:
     return table(header, rows)
 
 
-def default_shapes(device: torch.device) -> list[str]:
+def default_shapes(device: torch.device) -> list[Shape]:
     """Seconds each on a CPU; the real sizes elsewhere."""
-    return [shape.name for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
+    return [shape for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
 
 
 def run(
-    names: list[str],
+    shapes: list[Shape],
     *,
     sparse_types: list[str],
     sparsity: float | None,
@@ -192,7 +192,7 @@ def run(
     """Prints the table (or JSON) and returns the exit status: 1 if a result was wrong."""
     from tqdm import tqdm
 
-    jobs = [(SHAPES[name], kind) for name in names or default_shapes(device) for kind in sparse_types]
+    jobs = [(shape, kind) for shape in shapes for kind in sparse_types]
     results = []
     with tqdm(jobs, desc="bench", unit="shape", file=sys.stderr) as bar:
         for shape, kind in bar:

@@ -17,7 +17,7 @@ from rainfusion.tools import pictures, synthetic
 
 
 def load_tensors(path: Path) -> tuple[Tensor, Tensor]:
-    """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`, as [B, N, S, D]."""
+    """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`."""
     wrong = f"--tensors must name a file written by torch.save({{'q': q, 'k': k}}, ...), got {path}"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -40,6 +40,7 @@ def run(
     heads: int,
     head_dim: int,
     tensors: Path | None,
+    input_layout: str,
     out: Path | None,
 ) -> int:
     seq_len = txt_len + math.prod(latent_shape)
@@ -49,6 +50,7 @@ def run(
         q, k, _ = synthetic.video_qkv(latent, heads, head_dim, txt_len=txt_len)
     else:
         q, k = load_tensors(tensors)
+        q, k = (x.transpose(1, 2) if input_layout == "BSND" else x for x in (q, k))
     kwargs: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity, cdf_threshold=cdf_threshold)
     if sparse_type == "rf_v2":
         kwargs.update(latent_shape_q=latent_shape, txt_len=txt_len, token_order=token_order, block_size=block_size)
@@ -68,9 +70,10 @@ def run(
         print(pictures.mask_text(mask, head=head))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        figures = {"mask.png": pictures.mask_figure(mask, heads=range(mask.indices.shape[1]), title=mask_title)}
         if sparse_type == "rf_v2":
-            pictures.order_figure(layout, latent_shape, txt_len, order_title).savefig(out / "order.png")
-        all_heads = range(mask.indices.shape[1])
-        pictures.mask_figure(mask, heads=all_heads, title=mask_title).savefig(out / "mask.png")
-        print(f"\nwrote {', '.join(str(path) for path in sorted(out.glob('*.png')))}")
+            figures["order.png"] = pictures.order_figure(layout, latent_shape, txt_len, order_title)
+        for name, figure in figures.items():
+            figure.savefig(out / name)
+        print(f"\nwrote {', '.join(str(out / name) for name in figures)}")
     return 0
