@@ -89,8 +89,8 @@ def sparse_attention(
     return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
     if mask is not None:
         arguments.block_mask(mask, q, k, options.block_size)
-    keep, bias = arguments.key_mask(attn_mask, q, k)
     runner = backends.choose(backend, precision, q, k, v, mask)
+    keep, bias = arguments.key_mask(attn_mask, q, k)
 
     if options.strategy != "dense" or mask is not None:
         out, lse, mask = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, return_lse, return_mask)
@@ -142,8 +142,8 @@ def predict_mask(
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
         token_order=token_order, predicts=True,
     )  # fmt: skip
-    keep, _ = arguments.key_mask(attn_mask, q, k)
     backends.choose(backend, precision, q, k, k, None)
+    keep, _ = arguments.key_mask(attn_mask, q, k)
     return ops.predict_mask(q, k, keep, options)
 
 
@@ -168,8 +168,8 @@ def block_sparse_attention(
     arguments.block_mask(mask, q, k, None)
     options = arguments.options(q, k, scale=scale, is_causal=is_causal, block_size=mask.block_size, predicts=False)
     return_lse = arguments.flag("return_lse", return_lse)
-    keep, bias = arguments.key_mask(attn_mask, q, k)
     runner = backends.choose(backend, "native", q, k, v, mask)
+    keep, bias = arguments.key_mask(attn_mask, q, k)
     out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, return_lse, False)
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     return (out, lse) if return_lse else out

@@ -7,6 +7,7 @@ Backends reorder and restore on their way, so that a fast one can do it while it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +20,10 @@ from rainfusion.layout import TokenLayout, cached_layout
 from rainfusion.pooling import block_means, live_blocks
 from rainfusion.predictors import antidiagonal_mass, mean_scores
 from rainfusion.selection import keep_best, keep_mass
+from rainfusion.slabs import head_slabs
+
+_SELECTION_BYTES = 64 * 2**20
+_RANKING_BYTES = 64  # for each score: a sort with int64 indices, and packing its result
 
 
 def attend(
@@ -60,14 +65,33 @@ def predict(
     if options.strategy == "rf_v2":
         q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
         scores = mean_scores(q_means, k_means, options.scale, live)
-        dense = keep_best(scores, options.sparsity, q_layout.protected, k_layout.protected)
     else:
-        mass = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
-        dense = keep_mass(
-            mass, options.sparsity, options.cdf_threshold,
-            keep_sink=options.keep_sink, keep_recent=options.keep_recent, is_causal=options.is_causal, live=live,
+        scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
+
+    def select(part: Tensor, b: int) -> Tensor:
+        if options.strategy == "rf_v2":
+            return keep_best(part, options.sparsity, q_layout.protected, k_layout.protected)
+        return keep_mass(
+            part, options.sparsity, options.cdf_threshold, keep_sink=options.keep_sink,
+            keep_recent=options.keep_recent, is_causal=options.is_causal, live=None if live is None else live[b],
         )  # fmt: skip
-    return BlockMask.from_dense(dense, options.block_size)
+
+    return _select_in_slabs(scores, select, options.block_size)
+
+
+def _select_in_slabs(scores: Tensor, select: Callable[[Tensor, int], Tensor], block_size: int) -> BlockMask:
+    """A few heads of a batch element at a time: ranking takes many times the memory of the scores themselves.
+
+    scores [B, H, NQ, NK]; select: (some of them [h, NQ, NK], number of the element) -> bool [h, NQ, NK]
+    """
+    batch, heads, rows, columns = scores.shape
+    counts = scores.new_empty((batch, heads, rows), dtype=torch.int32)
+    indices = scores.new_empty(scores.shape, dtype=torch.int32)
+    for b in range(batch):
+        for slab in head_slabs(heads, rows * columns * _RANKING_BYTES, _SELECTION_BYTES):
+            part = BlockMask.from_dense(select(scores[b, slab], b).unsqueeze(0), block_size)
+            counts[b, slab], indices[b, slab] = part.counts[0], part.indices[0]
+    return BlockMask(counts, indices, block_size)
 
 
 def full_mask(q: Tensor, k: Tensor, options: Options) -> BlockMask:

@@ -24,9 +24,12 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
     [B, Hq, NQ, D], [B, Hk, NK, D], live bool [B, NK] or None -> [B, Hq, NQ, NK]
     """
     k_means = k_means.repeat_interleave(q_means.shape[1] // max(1, k_means.shape[1]), dim=1)
+    scores = q_means.new_empty((*q_means.shape[:3], k_means.shape[2]))
     # one product per batch element, so that an element's scores do not depend on its neighbours, to the last bit
-    scores = torch.stack([query @ key.mT for query, key in zip(q_means, k_means, strict=True)]) * scale
-    return scores if live is None else scores.masked_fill(~live[:, None, None, :], -torch.inf)
+    for b in range(len(scores)):
+        torch.bmm(q_means[b], k_means[b].mT, out=scores[b])
+    scores.mul_(scale)
+    return scores if live is None else scores.masked_fill_(~live[:, None, None, :], -torch.inf)
 
 
 def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, is_causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Selection: scores and a budget -> the blocks that each row keeps, as a bool tensor [B, H, NQ, NK]."""
+"""Selection: scores and a budget -> the blocks that each row keeps, as a bool tensor of the scores' shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def budget(blocks: int, sparsity: float) -> int:
 def keep_best(scores: Tensor, sparsity: float, protected_rows: Tensor, protected_columns: Tensor) -> Tensor:
     """rf_v2: the `budget` best of all columns in each row, ties to the lower index, then the protected blocks.
 
-    NaN ranks first. scores [B, H, NQ, NK], protected_rows bool [NQ], protected_columns bool [NK].
+    NaN ranks first. scores [..., NQ, NK], protected_rows bool [NQ], protected_columns bool [NK].
     """
     columns = scores.shape[-1]
     kept = torch.arange(columns, device=scores.device) < max(1, budget(columns, sparsity))
@@ -36,7 +36,7 @@ def keep_mass(
 ) -> Tensor:
     """ada_bsa: the forced columns, and of the others the fewest that reach the threshold, at most the cap.
 
-    mass [B, H, NQ, NK], live bool [B, NK] (blocks with a key left) or None.
+    mass [..., NQ, NK], live bool [NK] (blocks with a key left) or None.
     """
     rows, columns = mass.shape[-2:]
     visible = torch.ones(rows, columns, dtype=torch.bool, device=mass.device)
@@ -51,7 +51,7 @@ def keep_mass(
     others = visible & ~forced
 
     # rank: others by mass, then others without a key, then the columns that are not up for choice
-    rank = mass if live is None else mass.masked_fill(~live[:, None, None, :], -1.0)
+    rank = mass if live is None else mass.masked_fill(~live, -1.0)
     rank, order = rank.masked_fill(~others, -torch.inf).sort(dim=-1, descending=True, stable=True)
     available = others.sum(-1)  # [NQ]
     if cdf_threshold < 1.0:
