@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memory import extra_bytes
-from rainfusion import BlockMask, TokenLayout
+from rainfusion import BlockMask, TokenLayout, pipeline, predict_mask
 from rainfusion.backends import portable
 
 MB = 2**20
@@ -40,6 +40,17 @@ def test_the_workspace_is_a_parameter():
     tight, tight_lse = portable.attend(q, k, v, mask, layout, layout, **kwargs, workspace_bytes=1)
     torch.testing.assert_close(tight, wide)
     torch.testing.assert_close(tight_lse, wide_lse)
+
+
+@pytest.mark.parametrize("kwargs", [dict(sparse_type="rf_v2"), dict(sparse_type="ada_bsa", cdf_threshold=0.9)])
+def test_masks_do_not_depend_on_how_many_heads_are_ranked_at_once(kwargs, monkeypatch):
+    q, k = torch.randn(2, 2, 6, 1000, 16).unbind()
+    keep = torch.rand(2, 1000) < 0.5
+    at_once = predict_mask(q, k, keep, sparsity=0.6, **kwargs)
+    monkeypatch.setattr(pipeline, "_SELECTION_BYTES", 1)
+    one_by_one = predict_mask(q, k, keep, sparsity=0.6, **kwargs)
+    assert torch.equal(at_once.counts, one_by_one.counts)
+    assert torch.equal(at_once.indices, one_by_one.indices)
 
 
 def test_the_measurement_sees_memory():

@@ -352,7 +352,10 @@ def block_mask(mask: Any, q: Tensor, k: Tensor, block_size: int | None) -> None:
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a rainfusion.BlockMask, got {type(mask).__name__}; see BlockMask.from_dense")
     if block_size is not None and mask.block_size != block_size:
-        raise ValueError(f"mask has blocks of {mask.block_size} tokens, the call has block_size={block_size}")
+        raise ValueError(
+            f"mask must have blocks of block_size={block_size} tokens, got blocks of {mask.block_size}; pass "
+            f"block_size={mask.block_size} to use it"
+        )
     (batch, heads, q_len, _), k_len = q.shape, k.shape[2]
     size = mask.block_size
     expected = (batch, heads, -(-q_len // size), -(-k_len // size))
