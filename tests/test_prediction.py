@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import oracle
 from fuzz import examples
-from rainfusion import BlockMask, predict_mask, sparse_attention
+from rainfusion import BlockMask, predict_mask, predictors, sparse_attention
+from rainfusion.predictors import antidiagonal_mass
+from rainfusion.selection import keep_mass
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -213,3 +215,38 @@ def test_from_dense_masks_know_no_lengths_and_predicted_ones_do():
     mask = predict_mask(q, q, sparse_type="rf_v2", sparsity=0.5)
     assert (mask.q_len, mask.k_len) == (300, 300)
     assert BlockMask.from_dense(mask.to_dense()).q_len is None
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1.0, 0.75, 0.5, 0.25]),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]),
+    st.integers(0, 2**20),
+)
+def test_ada_bsa_chooses_exactly(rows, columns, causal, sink, recent, cdf, sparsity, seed):
+    """On masses in sixteenths sums, ties and thresholds are exact, so the choice must be too."""
+    rows = columns if causal else rows
+    generator = torch.Generator().manual_seed(seed)
+    mass = torch.randint(0, 8, (1, 2, rows, columns), generator=generator).float() / 16
+    live = torch.rand(columns, generator=generator) < 0.8
+    mass = mass.masked_fill(~live, 0.0)
+    mass = mass.tril() if causal else mass
+    kwargs = dict(keep_sink=sink, keep_recent=recent, is_causal=causal, live=live)
+    chosen = keep_mass(mass, sparsity, cdf, **kwargs)
+    keep = live.repeat_interleave(128)[None]
+    assert torch.equal(chosen, oracle.ada_bsa_rows(mass.double(), sparsity, cdf, sink, recent, causal, keep))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ada_bsa_does_not_depend_on_its_chunks(causal, monkeypatch):
+    q, k = randn(1, 4, 700, 16) * 2, randn(1, 2, 700, 16, seed=1)
+    keep = torch.rand(1, 700) < 0.8
+    whole = antidiagonal_mass(q, k, 0.25, keep, causal)
+    monkeypatch.setattr(predictors, "_CHUNK_BYTES", 1)  # a row of blocks at a time
+    torch.testing.assert_close(antidiagonal_mass(q, k, 0.25, keep, causal), whole)
+    torch.testing.assert_close(whole.double(), oracle.ada_bsa_mass(q, k, 0.25, keep, causal), atol=1e-4, rtol=1e-4)
