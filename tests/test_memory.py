@@ -30,14 +30,24 @@ def test_ada_bsa_predicts_a_long_sequence_in_chunks():
     assert extra_bytes(QKV.format(shape=(1, 8, 32768, 128)), call) < 500 * MB  # the promise is 2 GB
 
 
-def test_the_workspace_is_a_parameter():
-    """Results do not depend on it; memory does."""
+def test_the_workspace_is_a_parameter(monkeypatch):
+    """With next to none, one head and one row at a time; the results do not depend on it."""
     q, k, v = torch.randn(3, 1, 4, 2000, 32).unbind()
     layout = TokenLayout.build(2000)
     mask = BlockMask.from_dense(torch.rand(1, 4, 16, 16) < 0.4)
     kwargs = dict(keep=None, bias=None, scale=0.2, is_causal=False, inner_precise=0, return_lse=True)
+    attend_slab, seen = portable._attend_slab, []
+
+    def spy(slab, worker, workspace_bytes):
+        seen.append((slab.q.shape[0], worker.rows(1)))
+        return attend_slab(slab, worker, workspace_bytes)
+
+    monkeypatch.setattr(portable, "_attend_slab", spy)
     wide, wide_lse = portable.attend(q, k, v, mask, layout, layout, **kwargs)
+    assert seen == [(4, min(4 * 16, 2 * torch.get_num_threads()))]
+    seen.clear()
     tight, tight_lse = portable.attend(q, k, v, mask, layout, layout, **kwargs, workspace_bytes=1)
+    assert seen == [(1, 1)] * 4
     torch.testing.assert_close(tight, wide)
     torch.testing.assert_close(tight_lse, wide_lse)
 
