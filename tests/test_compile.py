@@ -95,8 +95,9 @@ def test_meta_tensors_give_shapes(kwargs, layout):
 
 def test_the_ops_keep_torchs_rules():
     q, k, v, keep, mask = arguments()
-    options = (0.25, False, 0, "rf_v2", 0.5, 1.0, True, True, 128, 20, [4, 10, 16], [4, 10, 16], [], "window", [])
-    torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, *options))
+    layout = (128, 20, [4, 10, 16], [4, 10, 16], [], "window", [])
+    options = (0.25, False, 0, "native", "rf_v2", 0.5, 1.0, True, True, *layout)
+    torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, "portable", *options))
     op = torch.ops.rainfusion.sparse_attention.default
     torch.library.opcheck(op, (q, k, v, keep, None, None, None, "portable", True, True, *options))
     torch.library.opcheck(op, (q, k, v, None, None, mask.counts, mask.indices, "portable", False, False, *options))

@@ -81,15 +81,16 @@ def sparse_attention(
     """
     q, k, v = arguments.tensors(input_layout, head_num, q=q, k=k, v=v)
     options = arguments.options(
-        q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, sparse_type=sparse_type, txt_len=txt_len,
-        block_size=block_size, latent_shape_q=latent_shape_q, latent_shape_k=latent_shape_k, keep_sink=keep_sink,
+        q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, precision=precision,
+        sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
+        latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
         token_order=token_order, predicts=mask is None,
     )  # fmt: skip
     return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
     if mask is not None:
         arguments.block_mask(mask, q, k, options.block_size)
-    runner = backends.choose(backend, precision, q, k, v, mask)
+    runner = backends.choose(backend, q, k, v, mask, options)
     keep, bias = arguments.key_mask(attn_mask, q, k)
 
     if options.strategy != "dense" or mask is not None:
@@ -137,14 +138,15 @@ def predict_mask(
     """
     q, k = arguments.tensors(input_layout, head_num, q=q, k=k)
     options = arguments.options(
-        q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, sparse_type=sparse_type, txt_len=txt_len,
-        block_size=block_size, latent_shape_q=latent_shape_q, latent_shape_k=latent_shape_k, keep_sink=keep_sink,
+        q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, precision=precision,
+        sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
+        latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
         token_order=token_order, predicts=True,
     )  # fmt: skip
-    backends.choose(backend, precision, q, k, k, None)
+    runner = backends.choose(backend, q, k, k, None, options)
     keep, _ = arguments.key_mask(attn_mask, q, k)
-    return ops.predict_mask(q, k, keep, options)
+    return ops.predict_mask(q, k, keep, options, runner)
 
 
 def block_sparse_attention(
@@ -168,7 +170,7 @@ def block_sparse_attention(
     arguments.block_mask(mask, q, k, None)
     options = arguments.options(q, k, scale=scale, is_causal=is_causal, block_size=mask.block_size, predicts=False)
     return_lse = arguments.flag("return_lse", return_lse)
-    runner = backends.choose(backend, "native", q, k, v, mask)
+    runner = backends.choose(backend, q, k, v, mask, options)
     keep, bias = arguments.key_mask(attn_mask, q, k)
     out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, return_lse, False)
     out = out.transpose(1, 2) if input_layout == "BSND" else out

@@ -57,6 +57,7 @@ class Options(NamedTuple):
     scale: float
     is_causal: bool
     inner_precise: int
+    precision: str
     strategy: str  # "dense", "rf_v2" or "ada_bsa"
     sparsity: float
     cdf_threshold: float
@@ -379,6 +380,7 @@ def options(
     scale: Any = None,
     is_causal: Any = False,
     inner_precise: Any = 0,
+    precision: Any = "native",
     sparse_type: Any = None,
     txt_len: Any = 0,
     block_size: Any = 128,
@@ -404,6 +406,7 @@ def options(
         scale=checked_scale(scale, q.shape[3]),
         is_causal=flag("is_causal", is_causal),
         inner_precise=one_of("inner_precise", inner_precise, (0, 1)),
+        precision=choice("precision", precision, PRECISIONS),
         strategy=strategy,
         sparsity=fraction("sparsity", sparsity, zero=True),
         cdf_threshold=fraction("cdf_threshold", cdf_threshold, zero=False),

@@ -12,6 +12,8 @@ from rainfusion.pipeline import own_precision
 
 def why_not(q: Tensor, keep: Tensor | None, bias: Tensor | None, options: Options) -> str | None:
     """Why torch's `scaled_dot_product_attention` cannot run this call, or None if it can."""
+    if options.precision != "native":
+        return "it has no quantised kernels"
     if options.is_causal and keep is not None:
         return "it takes a mask or is_causal, not both"
     if options.scale <= 0:

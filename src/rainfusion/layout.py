@@ -7,7 +7,7 @@ A permutation is data. Whatever the grid, the text or the clips are, a layout is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -48,6 +48,7 @@ class TokenLayout:
     inverse: Tensor
     protected: Tensor
     is_identity: bool
+    protected_first: Tensor = field(init=False, repr=False)  # int32 [N]: the blocks, heavy rows first, for kernels
 
     def __post_init__(self) -> None:
         if self.order.shape != (self.seq_len,) or self.inverse.shape != (self.seq_len,):
@@ -57,6 +58,8 @@ class TokenLayout:
             )
         if self.protected.shape != (self.num_blocks,):
             raise ValueError(f"protected must have shape ({self.num_blocks},), got {tuple(self.protected.shape)}")
+        rows = self.protected.to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
+        object.__setattr__(self, "protected_first", rows)
 
     @classmethod
     def build(

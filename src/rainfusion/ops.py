@@ -15,9 +15,9 @@ from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 
 _OPTIONS = (
-    "float scale, bool is_causal, SymInt inner_precise, str strategy, float sparsity, float cdf_threshold, "
-    "bool keep_sink, bool keep_recent, SymInt block_size, SymInt txt_len, SymInt[] latent_q, SymInt[] latent_k, "
-    "SymInt[] video_spans, str token_order, SymInt[] window"
+    "float scale, bool is_causal, SymInt inner_precise, str precision, str strategy, float sparsity, "
+    "float cdf_threshold, bool keep_sink, bool keep_recent, SymInt block_size, SymInt txt_len, SymInt[] latent_q, "
+    "SymInt[] latent_k, SymInt[] video_spans, str token_order, SymInt[] window"
 )  # the fields of Options, in their order
 
 
@@ -40,8 +40,8 @@ def sparse_attention(
     return out, lse, _block_mask(q, k, counts, indices, options) if wanted else mask
 
 
-def predict_mask(q: Tensor, k: Tensor, keep: Tensor | None, options: Options) -> BlockMask:
-    counts, indices = _predict_mask(q, k, keep, *options)
+def predict_mask(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, runner: str) -> BlockMask:
+    counts, indices = _predict_mask(q, k, keep, runner, *options)
     return _block_mask(q, k, counts, indices, options)
 
 
@@ -93,18 +93,18 @@ def _(
 @torch.library.custom_op(
     "rainfusion::predict_mask",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor? keep, {_OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor? keep, str runner, {_OPTIONS}) -> (Tensor, Tensor)",
 )
-def _predict_mask(q: Tensor, k: Tensor, keep: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
+def _predict_mask(q: Tensor, k: Tensor, keep: Tensor | None, runner: str, *fields: Any) -> tuple[Tensor, Tensor]:
     """-> counts, indices."""
     options = Options(*fields)
     with pipeline.own_precision(q.device):
-        mask = pipeline.predict(q, k, keep, options, *pipeline.layouts(q, k, options))
+        mask = pipeline.predict(q, k, keep, options, *pipeline.layouts(q, k, options), runner)
     return mask.counts, mask.indices
 
 
 @_predict_mask.register_fake
-def _(q: Tensor, k: Tensor, keep: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, keep: Any, runner: str, *fields: Any) -> tuple[Tensor, Tensor]:
     return _fake_mask(q, k, Options(*fields))
 
 

@@ -39,10 +39,15 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, BlockMask]:
     """-> out, lse if asked for, and the mask that was used. keep bool [B, Sk], bias [B, Sk]: see `key_mask`."""
     q_layout, k_layout = layouts(q, k, options)
-    if mask is None:
-        mask = predict(q, k, keep, options, q_layout, k_layout)
-    else:
+    if mask is not None:
         mask.check_values()
+    if runner in backends.FUSED and not _empty(q, k):
+        return backends.FUSED[runner].attend(
+            q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, options=options, return_lse=return_lse
+        )
+    runner = "portable" if runner in backends.FUSED else runner  # nothing to do, and it knows how
+    if mask is None:
+        mask = predict(q, k, keep, options, q_layout, k_layout, runner)
     out, lse = backends.BACKENDS[runner].attend(
         q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, scale=options.scale, is_causal=options.is_causal,
         inner_precise=options.inner_precise, return_lse=return_lse,
@@ -56,11 +61,19 @@ def layouts(q: Tensor, k: Tensor, options: Options) -> tuple[TokenLayout, TokenL
 
 
 def predict(
-    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    runner: str,
 ) -> BlockMask:
     """pool -> score -> select."""
-    if options.strategy == "dense" or 0 in (*q.shape, *k.shape):
+    if options.strategy == "dense" or _empty(q, k):
         return full_mask(q, k, options)
+    if runner in backends.FUSED:
+        return backends.FUSED[runner].predict(q, k, keep, options, q_layout, k_layout)
     live = None if keep is None else live_blocks(k_layout, keep)
     if options.strategy == "rf_v2":
         q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
@@ -77,6 +90,10 @@ def predict(
         )  # fmt: skip
 
     return _select_in_slabs(scores, select, options.block_size)
+
+
+def _empty(q: Tensor, k: Tensor) -> bool:
+    return 0 in (*q.shape, *k.shape)
 
 
 def _select_in_slabs(scores: Tensor, select: Callable[[Tensor, int], Tensor], block_size: int) -> BlockMask:

@@ -43,7 +43,7 @@ def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, i
     rows, columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
     shared = q_heads // max(1, k_heads)  # query heads that share a key head
     mass = q.new_empty((batch, q_heads, rows, columns), dtype=torch.float32)
-    live = _live_groups(keep, batch, k_len, columns, k.device)  # [B, columns * 16]
+    live = live_groups(keep, batch, k_len, columns, k.device)  # [B, columns * 16]
     rows_at_once = max(1, _CHUNK_BYTES // (4 * shared * _GROUPS * max(1, columns * _GROUPS)))
     for b in range(batch):
         for slab in head_slabs(k_heads, columns * BLOCK * head_dim * 4, _CHUNK_BYTES):
@@ -84,7 +84,7 @@ def _grouped(x: Tensor, keep: Tensor | None = None) -> Tensor:
     return x.reshape(x.shape[0], -1, STRIDE * x.shape[2])
 
 
-def _live_groups(keep: Tensor | None, batch: int, k_len: int, columns: int, device: torch.device) -> Tensor:
+def live_groups(keep: Tensor | None, batch: int, k_len: int, columns: int, device: torch.device) -> Tensor:
     """bool [B, columns * 16]: groups with a real key in them."""
     if keep is None:
         keep = torch.ones(batch, k_len, dtype=torch.bool, device=device)

@@ -1,7 +1,8 @@
 """Backends: q, k, v and a BlockMask -> out and LSE.
 
-A backend is a module with two functions: `attend`, and `why_not`, which says in words why it cannot run here.
-`backend="auto"` takes the first of `FASTEST_FIRST` that can; one asked for by name either runs or raises.
+A backend is a module with `attend`, and with `why_not`, which says in words why it cannot run here. Those in `FUSED`
+also predict the mask, from the pass in which they reorder the keys. `backend="auto"` takes the first of
+`FASTEST_FIRST` that can; one asked for by name either runs or raises.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rainfusion import arguments
-from rainfusion.backends import portable, reference
+from rainfusion.arguments import Options
+from rainfusion.backends import hopper, portable, reference, triton
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
 
 
-class Backend(Protocol):
-    def why_not(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> str | None: ...
+class Predicate(Protocol):
+    def why_not(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask | None,
+        options: Options | None = None,
+        precision: str = "native",
+    ) -> str | None: ...
 
+
+class Backend(Predicate, Protocol):
     def attend(
         self,
         q: Tensor,
@@ -37,23 +49,57 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
+class FusedBackend(Predicate, Protocol):
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask | None,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+        *,
+        keep: Tensor | None,
+        bias: Tensor | None,
+        options: Options,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None, BlockMask]: ...
+
+    def predict(
+        self,
+        q: Tensor,
+        k: Tensor,
+        keep: Tensor | None,
+        options: Options,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+    ) -> BlockMask: ...
+
+
 BACKENDS: dict[str, Backend] = {"portable": portable, "reference": reference}
-FASTEST_FIRST = ("portable",)
+FUSED: dict[str, FusedBackend] = {"hopper": hopper, "triton": triton}
+NAMES = (*FUSED, *BACKENDS)
+FASTEST_FIRST = ("hopper", "triton", "portable")
 
 
-def choose(name: Any, precision: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> str:
+def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options) -> str | None:
+    """Why this backend cannot run this call, or None if it can."""
+    backend: Predicate = FUSED[name] if name in FUSED else BACKENDS[name]
+    return backend.why_not(q, k, v, mask, options, options.precision)
+
+
+def choose(name: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options) -> str:
     """The name of the backend that will run this call; raises where the one asked for cannot."""
-    arguments.choice("backend", name, ("auto", *BACKENDS))
-    arguments.choice("precision", precision, arguments.PRECISIONS)
+    arguments.choice("backend", name, ("auto", *NAMES))
     reasons = []
     for candidate in FASTEST_FIRST if name == "auto" else (name,):
-        reason = BACKENDS[candidate].why_not(q, k, v, mask)
-        if reason is None and precision != "native":
-            reason = "has no quantised kernels"
+        if candidate != "portable" and name == "auto" and q.device.type == "cpu":
+            continue  # kernels run there under Triton's interpreter only, when asked for by name
+        reason = why_not(candidate, q, k, v, mask, options)
         if reason is None:
             return str(candidate)
         reasons.append(f"{candidate!r} {reason}")
     raise ValueError(
-        f"backend={name!r} with precision={precision!r} cannot run this call: {'; '.join(reasons)}; "
+        f"backend={name!r} with precision={options.precision!r} cannot run this call: {'; '.join(reasons)}; "
         "precision='native' and backend='portable' run on every device"
     )

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
@@ -32,9 +33,11 @@ _PIECE_BLOCKS = 32  # key blocks at a time: 128 x 4096 logits of a row are 2 MB 
 _CPU_SLAB_BYTES = 8 * 2**20  # a thread: fewer heads at a time on a CPU, so that their copies stay in the cache
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> str | None:
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
+) -> str | None:
     """Runs everywhere."""
-    return None
+    return None if precision == "native" else "has no quantised kernels"
 
 
 def attend(

@@ -7,13 +7,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> str | None:
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
+) -> str | None:
     """Runs everywhere."""
-    return None
+    return None if precision == "native" else "has no quantised kernels"
 
 
 def attend(

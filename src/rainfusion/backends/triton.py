@@ -1,0 +1,327 @@
+"""Block-sparse attention in Triton: every stage a kernel, nothing read back to the host.
+
+    k, v --gather--> blocks in order, means      one pass, the only copy
+    q    --pool----> means                       one pass, no copy
+    means --> scores --> best blocks --> list    on the device
+    q rows through `order` --> attention --> out rows through `order`
+
+`prepare`, `predict` and `attend_blocks` are these stages; `attend` is the whole call. `hopper` shares all but the last.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rainfusion.arguments import Options
+from rainfusion.blockmask import BlockMask
+from rainfusion.layout import TokenLayout
+from rainfusion.pooling import live_blocks
+from rainfusion.predictors import live_groups
+from rainfusion.selection import budget
+
+MAX_HEAD_DIM = 256
+PRECISIONS = ("native",)
+LOG2E = math.log2(math.e)
+
+
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
+) -> str | None:
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
+        return f"needs a CUDA or ROCm device, got {q.device.type} tensors"
+    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(q.device)
+        return f"needs compute capability 8.0 or newer, found {major}.{minor}"
+    if q.dtype == torch.float64:
+        return "takes float16, bfloat16 and float32, got float64"
+    if q.shape[3] > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {q.shape[3]}"
+    if precision not in PRECISIONS:
+        return f"has no {precision} kernels"
+    return None
+
+
+class Keys(NamedTuple):
+    """Keys and values in block order, and what was found on the way."""
+
+    k: Tensor  # [B, Hk, at least Sk, D]
+    v: Tensor
+    means: Tensor | None  # fp32 [B, Hk, NK, D], if asked for
+    bias: Tensor | None  # fp32 [B, NK * block_size] in units of log2, -inf where a key does not count
+    length: int  # Sk
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    *,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, BlockMask]:
+    """-> out, lse if asked for, and the mask: the given one, or the one that was predicted."""
+    with device_guard(q):
+        keys = prepare(k, v, k_layout, keep, bias, pool=mask is None and options.strategy == "rf_v2")
+        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options)
+        out, lse = attend_blocks(
+            q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
+            inner_precise=options.inner_precise, return_lse=return_lse,
+        )  # fmt: skip
+    return out, lse, mask
+
+
+def choose_blocks(
+    q: Tensor,
+    keys: Keys,
+    mask: BlockMask | None,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    keep: Tensor | None,
+    options: Options,
+) -> tuple[BlockMask, Tensor]:
+    """-> the mask, predicted unless given, and the order in which to take its rows, heavy ones first."""
+    if mask is None and options.strategy == "rf_v2":  # light rows are all alike
+        assert keys.means is not None
+        q_means = block_means(q, q_layout)
+        return _keep_best(q_means, keys.means, keep, options, q_layout, k_layout), q_layout.protected_first
+    if mask is None and options.strategy == "ada_bsa":
+        mask = _keep_mass(q, keys.k, keep, options, keys.length)
+    if mask is None:
+        batch, heads, q_len, _ = q.shape
+        mask = BlockMask.full(
+            batch, heads, q_len, keys.length,
+            block_size=options.block_size, is_causal=options.is_causal, device=q.device,
+        )  # fmt: skip
+    return mask, heavy_first(mask)
+
+
+def predict(
+    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+) -> BlockMask:
+    """The mask alone, of rf_v2 or ada_bsa: the same as `attend` would use, bit for bit."""
+    with device_guard(q):
+        if options.strategy == "rf_v2":
+            q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
+            return _keep_best(q_means, k_means, keep, options, q_layout, k_layout)
+        clean = k if keep is None else k.masked_fill(~keep[:, None, :, None], 0.0)
+        return _keep_mass(q, clean, keep, options, k.shape[2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stages
+
+
+def prepare(
+    k: Tensor,
+    v: Tensor,
+    layout: TokenLayout,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    *,
+    pool: bool,
+    copy: bool = False,
+) -> Keys:
+    """k, v [B, Hk, Sk, D] -> in block order. Without an order or a mask nothing is copied, unless asked for."""
+    total_bias = None if keep is None else key_bias(layout, keep, bias)
+    if layout.is_identity and keep is None and not copy:
+        return Keys(k, v, block_means(k, layout) if pool else None, total_bias, k.shape[2])
+
+    from rainfusion.kernels import blocks
+
+    batch, heads, length, head_dim = k.shape
+    rows = layout.num_blocks * layout.block_size
+    k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
+    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool else None
+    blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
+        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
+        heads, length, layout.num_blocks,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
+        HAS_KEEP=keep is not None, POOL=pool, num_warps=8 if head_dim > 64 else 4,
+    )  # fmt: skip
+    return Keys(k_out, v_out, means, total_bias, length)
+
+
+def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None) -> Tensor:
+    """`pooling.block_means` in one read of x."""
+    from rainfusion.kernels import blocks
+
+    batch, heads, length, head_dim = x.shape
+    means = x.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32)
+    blocks.pool_kernel[(batch * heads * layout.num_blocks,)](
+        x, layout.order, None if keep is None else as_bytes(keep), means, *x.stride(), heads, length, layout.num_blocks,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
+        HAS_KEEP=keep is not None, num_warps=8 if head_dim > 64 else 4,
+    )  # fmt: skip
+    return means
+
+
+def _keep_best(
+    q_means: Tensor,
+    k_means: Tensor,
+    keep: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+) -> BlockMask:
+    """rf_v2's scores and selection. The list takes the scores' memory: a row is read whole before it is written."""
+    from rainfusion.kernels import ranking
+
+    batch, heads, rows, head_dim = q_means.shape
+    columns = k_means.shape[2]
+    scores = q_means.new_empty((batch, heads, rows, columns))
+    live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
+    tile = 64
+    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
+        q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows, columns,
+        D=head_dim, D_PAD=_padded(head_dim), BM=tile, BN=tile, HAS_LIVE=live is not None,
+        PRECISION=_exact_products(q_means), num_warps=4,
+    )  # fmt: skip
+    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q_means.device)
+    indices = scores.view(torch.int32)
+    number = max(1, budget(columns, options.sparsity))
+    ranking.keep_best_kernel[(batch * heads * rows,)](
+        scores, as_bytes(q_layout.protected), as_bytes(k_layout.protected), counts, indices, number, rows, columns,
+        N_PAD=_power_of_two(columns), num_warps=_ranking_warps(columns),
+    )  # fmt: skip
+    return BlockMask(counts, indices, options.block_size)
+
+
+def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_len: int) -> BlockMask:
+    """ada_bsa's scores and selection; k has zeros where keys were removed."""
+    from rainfusion.kernels import ranking
+
+    batch, heads, q_len, head_dim = q.shape
+    rows, columns = math.ceil(q_len / 128), math.ceil(k_len / 128)
+    mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    groups = as_bytes(live_groups(keep, batch, k_len, columns, k.device)).contiguous()
+    tile, warps = (128, 8) if q.dtype.itemsize == 2 and head_dim <= 128 else (64, 4)
+    ranking.antidiagonal_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile),)](
+        q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
+        q_len, k_len, D=head_dim, D_PAD=_padded(head_dim), BM=tile, BN=tile, IS_CAUSAL=options.is_causal,
+        PRECISION=_exact_products(q), num_warps=warps, num_stages=2 if q.dtype.itemsize == 2 else 1,
+    )  # fmt: skip
+    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
+    live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))
+    ranking.keep_mass_kernel[(batch * heads * rows,)](
+        mass, live, counts, mass.view(torch.int32), _bits(1.0 - options.sparsity), options.cdf_threshold, heads, rows,
+        columns, N_PAD=_power_of_two(columns), HAS_LIVE=live is not None, IS_CAUSAL=options.is_causal,
+        KEEP_SINK=options.keep_sink, KEEP_RECENT=options.keep_recent, HAS_THRESHOLD=options.cdf_threshold < 1.0,
+        num_warps=_ranking_warps(columns),
+    )  # fmt: skip
+    return BlockMask(counts, mass.view(torch.int32), options.block_size)
+
+
+def heavy_first(mask: BlockMask) -> Tensor:
+    """int32 [B * H, NQ]: each head's rows, those with the most blocks first, so that none is left for the end."""
+    from rainfusion.kernels import ranking
+
+    batch, heads, rows = mask.counts.shape
+    counts = mask.counts.contiguous()
+    schedule = torch.empty((batch * heads, rows), dtype=torch.int32, device=counts.device)
+    ranking.heavy_first_kernel[(batch * heads * math.ceil(rows / 64),)](counts, schedule, rows, BM=64, BN=128)
+    return schedule
+
+
+def attend_blocks(
+    q: Tensor,
+    keys: Keys,
+    mask: BlockMask,
+    rows: Tensor,
+    q_layout: TokenLayout,
+    *,
+    scale: float,
+    is_causal: bool,
+    inner_precise: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention kernel. `rows` int32 [NQ] or [B * H, NQ]: the order in which to take the rows of blocks."""
+    from rainfusion.kernels import attention, tuning
+
+    batch, heads, q_len, head_dim = q.shape
+    out = torch.empty_like(q)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
+    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
+    counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
+    attention.attention_kernel[(batch * heads * mask.num_q_blocks,)](
+        q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias,
+        *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
+        scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len, keys.length,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BN=min(tile.keys, mask.block_size),
+        HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
+        PRECISION=_exact_products(q) if inner_precise == 0 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# small pieces
+
+
+def device_guard(q: Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device: make it q's."""
+    return torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
+
+
+def key_bias(layout: TokenLayout, keep: Tensor, bias: Tensor | None) -> Tensor:
+    """fp32 [B, NK * block_size] in block order and units of log2."""
+    total = torch.zeros_like(keep, dtype=torch.float32) if bias is None else bias.float() * LOG2E
+    total = total.masked_fill(~keep, -torch.inf)
+    total = total if layout.is_identity else total.index_select(1, layout.order)
+    padding = layout.num_blocks * layout.block_size - layout.seq_len
+    return F.pad(total, (0, padding), value=-torch.inf).contiguous()
+
+
+def _interpreted() -> bool:
+    """TRITON_INTERPRET=1: Triton runs kernels on the CPU, slowly, which is how they are tested without a GPU."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _capability(x: Tensor) -> tuple[int, int] | str:
+    if x.device.type != "cuda":
+        return (8, 0)
+    return "hip" if torch.version.hip is not None else torch.cuda.get_device_capability(x.device)
+
+
+def _exact_products(x: Tensor) -> str:
+    """How tl.dot multiplies fp32: as good as fp32, on tensor cores where there are some for it."""
+    return "ieee" if x.device.type != "cuda" or torch.version.hip is not None else "tf32x3"
+
+
+def as_bytes(flags: Tensor) -> Tensor:
+    """Bools as uint8, without a copy where there is none needed."""
+    return flags.contiguous().view(torch.uint8)
+
+
+def _bits(x: float) -> int:
+    """A double as an integer: Triton would pass it as fp32."""
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, _power_of_two(head_dim))
+
+
+def _ranking_warps(columns: int) -> int:
+    """About 32 columns a lane."""
+    return min(16, max(1, _power_of_two(columns) // 1024))

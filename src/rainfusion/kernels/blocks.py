@@ -1,0 +1,67 @@
+"""The passes over tokens before attention: gather tokens into blocks, in order, with their means on the way."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tokens(order, block, S, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr):
+    """-> positions of a block, the caller's tokens there (int64), and which of them exist. Each [BLOCK]."""
+    o_pos = block * BLOCK + tl.arange(0, BLOCK)
+    m_pos = o_pos < S
+    if HAS_ORDER:
+        return o_pos, tl.load(order + o_pos, mask=m_pos, other=0).to(tl.int64), m_pos
+    return o_pos, o_pos.to(tl.int64), m_pos
+
+
+@triton.jit
+def pool_kernel(
+    x, order, keep, means,
+    stride_b, stride_h, stride_s, stride_d, H, S, N,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
+):  # fmt: skip
+    """means[b, h, n] = mean of the kept tokens of block n: x [B, H, S, D] -> fp32 [B, H, N, D]."""
+    pid = tl.program_id(0).to(tl.int64)
+    bh, block = pid // N, pid % N
+    b, h = bh // H, bh % H
+    _, o_token, m_row = _tokens(order, block, S, BLOCK, HAS_ORDER)
+    if HAS_KEEP:
+        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_d = tl.arange(0, D_PAD)
+    p_x = x + b * stride_b + h * stride_h + o_token[:, None] * stride_s + o_d[None, :] * stride_d
+    b_x = tl.load(p_x, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
+    number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
+    tl.store(means + pid * D + o_d, tl.sum(b_x, 0) / number.to(tl.float32), mask=o_d < D)
+
+
+@triton.jit
+def gather_kernel(
+    k, v, order, keep, k_out, v_out, means,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
+    POOL: tl.constexpr,
+):  # fmt: skip
+    """k, v [B, H, S, D] -> [B, H, N * BLOCK, D] in block order, and k's block means.
+
+    Rows past the end, and keys that were removed, are zero.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    bh, block = pid // N, pid % N
+    b, h = bh // H, bh % H
+    _, o_token, m_row = _tokens(order, block, S, BLOCK, HAS_ORDER)
+    if HAS_KEEP:
+        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_d = tl.arange(0, D_PAD)
+    m_d = (o_d < D)[None, :]
+    m_x = m_row[:, None] & m_d
+    o_out = (pid * BLOCK + tl.arange(0, BLOCK))[:, None] * D + o_d[None, :]
+    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
+    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
+    b_k = tl.load(p_k, mask=m_x, other=0.0)  # [BLOCK, D_PAD]
+    b_v = tl.load(p_v, mask=m_x, other=0.0)
+    tl.store(k_out + o_out, b_k, mask=m_d)
+    tl.store(v_out + o_out, b_v, mask=m_d)
+    if POOL:
+        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
+        b_mean = tl.sum(b_k.to(tl.float32), 0) / number.to(tl.float32)
+        tl.store(means + pid * D + o_d, b_mean, mask=o_d < D)

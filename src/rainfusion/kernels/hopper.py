@@ -1,0 +1,419 @@
+"""Attention over the kept blocks on Hopper, in Gluon: one producer warp feeds two consumer warpgroups.
+
+    producer     walks the row's list of blocks and copies K_j and V_{j-1} by TMA into one of NS stages
+    consumers    64 query rows each: S = Q K_j^T, softmax while P_{j-1} V_{j-1} still runs, then P_j is next
+
+What keeps it fast, learnt by measuring and by reading the machine code:
+
+- K_j and V_{j-1} share a stage and are released together: every release costs a barrier of 128 threads.
+- The consumers take turns on the tensor cores (named barriers 8 and 9), handed over right after Q K^T is issued.
+- The wait for K_{j+1} stands between the softmax and the wait for P V: a wait loop ends a basic block, and without it
+  ptxas moves the wait for P V above the softmax, and nothing overlaps.
+- The list is walked from its end, so that the ragged block, if kept, comes first, and the loop is free of masks.
+- Row sums stay per lane until the end, and row maxima are reduced as a shallow tree.
+
+Q rows are gathered, and out rows scattered, through `order`, by the consumers themselves.
+Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, per 64 rows; K per block of keys;
+V per channel, its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_TAKE_0: gl.constexpr = gl.constexpr("bar.sync 8, 256; mov.u32 $0, 0;")
+_TAKE_1: gl.constexpr = gl.constexpr("bar.sync 9, 256; mov.u32 $0, 0;")
+_GIVE_0: gl.constexpr = gl.constexpr("bar.arrive 8, 256; mov.u32 $0, 0;")
+_GIVE_1: gl.constexpr = gl.constexpr("bar.arrive 9, 256; mov.u32 $0, 0;")
+_TO_E4M3: gl.constexpr = gl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi}; }"
+)
+
+
+@gluon.jit
+def _asm(CODE: gl.constexpr):
+    gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _take_turn(WG: gl.constexpr):
+    if WG == 0:
+        _asm(_TAKE_0)
+    else:
+        _asm(_TAKE_1)
+
+
+@gluon.jit
+def _give_turn(WG: gl.constexpr):
+    if WG == 0:
+        _asm(_GIVE_1)
+    else:
+        _asm(_GIVE_0)
+
+
+@gluon.jit
+def _exp2(x):
+    # one instruction: exp2 of the language adds code for denormals
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _advance(stage, phase, NS: gl.constexpr):
+    following = stage + 1
+    wraps = following == NS
+    return gl.where(wraps, 0, following), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _row_max(s, LAYOUT: gl.constexpr):
+    # column = 32 a + 8 b + 2 lane + e: in-thread axes first, as a shallow tree, lanes last
+    t = gl.max(s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2]), 4)
+    t = gl.max(t, 2)
+    t = gl.max(t, 1)
+    return gl.convert_layout(gl.max(t, 1), LAYOUT)
+
+
+@gluon.jit
+def _lane_sums(p):
+    # [M, 4]: each lane's own columns
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _tile(counts, rows, rows_stride, NQ, H, SHARED):
+    """-> batch element, head, key head, row of blocks, the row counted over all heads, its number of blocks."""
+    pid = gl.program_id(0).to(gl.int64)
+    bh = pid // NQ
+    row = gl.load(rows + bh * rows_stride + pid % NQ)
+    flat = bh * NQ + row
+    b = (bh // H).to(gl.int32)
+    h = (bh % H).to(gl.int32)
+    return b, h, h // SHARED, row, flat, gl.load(counts + flat)
+
+
+@gluon.jit
+def _producer(
+    k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, H, SHARED,
+    NS: gl.constexpr, V_ROWS: gl.constexpr,
+):  # fmt: skip
+    s_q, s_k, s_v, s_o = buffers
+    k_full, v_full, empty = barriers
+    b, h, kh, row, flat, n = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if n > 0:
+        p_index = indices + flat * NK + (n - 1)
+        block = gl.load(p_index)
+        following = gl.load(p_index - gl.minimum(n - 1, 1))
+        mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, kh, block * 128, 0], k_full.index(0), s_k.index(0))
+        mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
+        stage, phase = _advance(stage, phase, NS)
+        for j in range(1, n):
+            later = gl.load(p_index - gl.minimum(n - 1, j + 1))
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [b, kh, following * 128, 0], k_full.index(stage), s_k.index(stage))
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [b, kh, block * V_ROWS, 0], v_full.index(stage), s_v.index(stage))
+            stage, phase = _advance(stage, phase, NS)
+            block = following
+            following = later
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, [b, kh, block * V_ROWS, 0], v_full.index(stage), s_v.index(stage))
+        mbarrier.arrive(k_full.index(stage), count=1)  # nor a K in the last
+
+
+@gluon.jit
+def _quantised_q(x, TYPE: gl.constexpr, QUANT: gl.constexpr):
+    """-> x / scale in TYPE, and the scale. A NaN or infinity makes the scale NaN, and so shows."""
+    LARGEST: gl.constexpr = 127.0 if QUANT == 2 else 448.0
+    scale = gl.maximum(gl.max(gl.max(gl.abs(x), 1), 0), 1e-30) / LARGEST
+    scale = scale + gl.sum(gl.sum(x * 0.0, 1), 0)
+    x = x / scale
+    if QUANT == 2:
+        x = (x + 12582912.0) - 12582912.0  # to the nearest integer
+    return x.to(TYPE), scale
+
+
+@gluon.jit
+def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P as the left operand of P V."""
+    if QUANT != 0:
+        # keys 16 g + 8 h + 2 c + e -> 16 g + 4 c + 2 h + e: a lane's four values are then neighbours, as wgmma wants
+        p = (
+            p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2])
+            .permute((0, 1, 3, 2, 4))
+            .reshape([p.shape[0], p.shape[1]])
+        )
+        p = gl.convert_layout(p, LAYOUT)
+        # four values to a register; `p.to(TYPE)` would take them apart again
+        return gl.inline_asm_elementwise(_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return gl.convert_layout(p.to(TYPE), LAYOUT)
+
+
+@gluon.jit
+def _consumer(
+    q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+    rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk,
+    D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
+    NEGATE: gl.constexpr,
+):  # fmt: skip
+    s_q, s_k, s_v, s_o = buffers
+    k_full, v_full, empty = barriers
+    M: gl.constexpr = 64
+    N: gl.constexpr = 128
+    V_TYPE: gl.constexpr = s_v.dtype
+    S_TYPE: gl.constexpr = gl.int32 if QUANT == 2 else gl.float32
+    K_STEP: gl.constexpr = 32 if QUANT != 0 else 16
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K_STEP])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, K_STEP])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, K_STEP // 8)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    # for global memory: 16 bytes a thread, whole rows
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
+    HAS_BIAS: gl.constexpr = bias is not None
+    STREAM: gl.constexpr = HAS_BIAS or QUANT != 0  # whether consumers need to know which block they have
+
+    b, h, kh, row, flat, n = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    k_bh = b.to(gl.int64) * (H // SHARED) + kh
+
+    # ---- Q rows, through `order`
+    o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, WIDE))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    m_q = (o_pos < Sq)[:, None] & (o_d < D_REAL)[None, :]
+    if order is None:
+        o_token = o_pos.to(gl.int64)
+    else:
+        o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
+    if n > 0:
+        if WG == 1:
+            _give_turn(WG)  # the other one begins
+        p_q = q + b.to(gl.int64) * q_stride_b + h.to(gl.int64) * q_stride_h
+        x = gl.load(p_q + o_token[:, None] * q_stride_s + o_d[None, :] * q_stride_d, mask=m_q, other=0.0)
+        if NEGATE:
+            x = -x
+        scale = scale_log2
+        if QUANT != 0:
+            x = x.to(gl.float32)
+            if lse is not None:  # what smoothing took from the logits
+                b_mean = gl.load(k_mean + k_bh * D_REAL + o_d, mask=o_d < D_REAL, other=0.0)
+                shift = gl.convert_layout(gl.sum(x * b_mean[None, :], 1), ROWS) * scale_log2
+            x, q_scale = _quantised_q(x, s_q.dtype, QUANT)
+            scale = scale * q_scale
+        s_q.index(WG).store(x)
+        fence_async_shared()
+        gl.thread_barrier()
+        b_q = s_q.index(WG)
+
+        o_n = gl.arange(0, N, COLUMNS)
+        p_index = indices + flat * NK + (n - 1)
+        block = gl.load(p_index)
+        p_flags = flags
+        p_scale = k_scale
+        if HAS_BIAS:
+            p_flags = flags + b.to(gl.int64) * NK
+            p_bias = bias + b.to(gl.int64) * (NK * 128)
+        if QUANT != 0:
+            p_scale = k_scale + k_bh * NK
+        # ---- first block: the only one that can be ragged
+        zeros = gl.zeros([M, N], S_TYPE, S_LAYOUT)
+        stage = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        c = scale
+        if QUANT != 0:
+            c = scale * gl.load(p_scale + block)
+        if STREAM:
+            block = gl.load(p_index - gl.minimum(n - 1, 1))
+            later = gl.load(p_index - gl.minimum(n - 1, 2))
+            if QUANT != 0:
+                k_sc = gl.load(p_scale + block)
+            if HAS_BIAS:
+                flag = gl.load(p_flags + block)
+        mbarrier.wait(k_full.index(0), 0)
+        _take_turn(WG)
+        s_token = warpgroup_mma(b_q, s_k.index(0).reshape([N, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        _give_turn(WG)
+        s = warpgroup_mma_wait(0, deps=[s_token]).to(gl.float32)
+        mbarrier.arrive(empty.index(0), count=1)
+        stage, phase = _advance(stage, phase, NS)
+        if HAS_BIAS:
+            last = gl.load(p_index)
+            s = s * c + gl.load(p_bias + last * 128 + o_n)[None, :]
+            m = _row_max(s, ROWS)
+            base = gl.where(m == float("-inf"), 0.0, m)
+            p = _exp2(s - (base - SHIFT)[:, None])
+        else:
+            limit = Sk - gl.load(p_index) * 128
+            if limit < N:
+                s = gl.where((o_n < limit)[None, :], s, float("-inf"))
+            m = _row_max(s, ROWS) * c
+            p = _exp2(s * c - (m - SHIFT)[:, None])
+        l = _lane_sums(p)
+        if QUANT == 0:
+            b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+        acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
+        v_stage = stage
+        v_phase = phase
+        mbarrier.wait(k_full.index(stage), phase)
+        # ---- the others
+        for j in range(1, n):
+            if QUANT != 0:  # carried from step to step in fp32: e4m3 values would travel one to a register
+                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+            gl.thread_barrier()  # one is needed since the last release: here, before our turn, it costs least
+            _take_turn(WG)
+            s_token = warpgroup_mma(
+                b_q, s_k.index(stage).reshape([N, D]).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            _give_turn(WG)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            if QUANT != 0:
+                b_v = s_v.index(v_stage).reshape([D, N]).permute((1, 0))
+            else:
+                b_v = s_v.index(v_stage).reshape([N, D])
+            acc_token = warpgroup_mma(b_p, b_v, acc, is_async=True)
+            if QUANT != 0:
+                c = scale * k_sc
+            if HAS_BIAS:
+                has_bias = flag
+                p_here = p_bias + block * 128
+            if STREAM:
+                block = later
+                if QUANT != 0:
+                    k_sc = gl.load(p_scale + block)
+                if HAS_BIAS:
+                    flag = gl.load(p_flags + block)
+                later = gl.load(p_index - gl.minimum(n - 1, j + 2))
+            s = warpgroup_mma_wait(1, deps=[s_token]).to(gl.float32)
+            stage, phase = _advance(stage, phase, NS)
+            if HAS_BIAS:
+                s = s * c
+                if has_bias != 0:
+                    s = s + gl.load(p_here + o_n)[None, :]
+                m_new = gl.maximum(m, _row_max(s, ROWS))
+                base = gl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha = _exp2(m - base)
+                p = _exp2(s - (base - SHIFT)[:, None])
+            else:
+                m_new = gl.maximum(m, _row_max(s, ROWS) * c)
+                alpha = _exp2(m - m_new)
+                p = _exp2(s * c - (m_new - SHIFT)[:, None])
+            m = m_new
+            l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
+            mbarrier.wait(k_full.index(stage), phase)
+            acc = warpgroup_mma_wait(0, deps=[acc_token])
+            mbarrier.arrive(empty.index(v_stage), count=1)
+            v_stage, v_phase = _advance(v_stage, v_phase, NS)
+            acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
+            if QUANT == 0:
+                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+        # ---- the last P V
+        if QUANT != 0:
+            b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        if QUANT != 0:
+            b_v = s_v.index(v_stage).reshape([D, N]).permute((1, 0))
+        else:
+            b_v = s_v.index(v_stage).reshape([N, D])
+        acc_token = warpgroup_mma(b_p, b_v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        total = gl.convert_layout(gl.sum(l, 1), ROWS)
+        norm = 1.0 / gl.where(total == 0.0, 1.0, total)
+        acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
+        if QUANT != 0:
+            o_c = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
+            acc = acc * gl.load(v_scale + k_bh * D_REAL + o_c, mask=o_c < D_REAL, other=0.0)[None, :]
+        # ---- out rows through shared memory, so that they are stored whole, to their place
+        gl.thread_barrier()  # Q is no longer read
+        s_o.index(WG).store(acc.to(s_o.dtype))
+        gl.thread_barrier()
+        y = s_o.index(WG).load(WIDE)
+        if lse is not None:
+            value = m - SHIFT + gl.log2(total)
+            if QUANT != 0:
+                value = value + shift
+            value = value * 0.6931471805599453
+            value = gl.where(total == 0.0, float("-inf"), value)
+    else:
+        y = gl.zeros([M, D], s_o.dtype, WIDE)
+        if lse is not None:
+            value = gl.full([M], float("-inf"), gl.float32, ROWS)
+    p_out = out + b.to(gl.int64) * out_stride_b + h.to(gl.int64) * out_stride_h
+    gl.store(p_out + o_token[:, None] * out_stride_s + o_d[None, :] * out_stride_d, y, mask=m_q)
+    if lse is not None:
+        l_pos = row * 128 + WG * M + gl.arange(0, M, ROWS)
+        if order is None:
+            l_token = l_pos.to(gl.int64)
+        else:
+            l_token = gl.load(order + l_pos, mask=l_pos < Sq, other=0).to(gl.int64)
+        gl.store(lse + (b.to(gl.int64) * H + h) * Sq + l_token, value, mask=l_pos < Sq)
+    if WG == 0:
+        if n > 0:
+            _take_turn(WG)  # the other one's last turn was given to nobody
+
+
+@gluon.jit
+def hopper_attention_kernel(
+    q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+    rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk,
+    D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """One program has one row of blocks: 128 queries.
+
+    k_desc [B, Hk, NK * 128, D]; v_desc the same, or [B, Hk, NK * D, 128] transposed block by block if quantised.
+    """
+    K_TYPE: gl.constexpr = k_desc.dtype
+    O_TYPE: gl.constexpr = out.dtype.element_ty
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], K_TYPE)
+    O_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], O_TYPE)
+    s_q = gl.allocate_shared_memory(K_TYPE, [2, 64, D], Q_SHARED)
+    s_k = gl.allocate_shared_memory(K_TYPE, [NS] + k_desc.block_type.shape, k_desc.layout)
+    s_v = gl.allocate_shared_memory(v_desc.dtype, [NS] + v_desc.block_type.shape, v_desc.layout)
+    if QUANT != 0:
+        s_o = gl.allocate_shared_memory(O_TYPE, [2, 64, D], O_SHARED)
+    else:
+        s_o = s_q
+    k_full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    buffers = (s_q, s_k, s_v, s_o)
+    barriers = (k_full, v_full, empty)
+    V_ROWS: gl.constexpr = D if QUANT != 0 else 128
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+                q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+                rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE,
+            )),
+            (_consumer, (
+                q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+                q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+                rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE,
+            )),
+            (_producer, (
+                k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, H, SHARED, NS, V_ROWS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""Tile sizes, measured. `benchmarks/tune.py` measures them again and prints lines to put here.
+
+A row: the least compute capability it serves, the padded head dim up to which, and the bytes of an element. The first
+that fits is taken, so a newer or older GPU than the ones measured gets its nearest relative's sizes, never a search at
+first use. "hip" stands for AMD GPUs.
+"""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """Keys at a time, warps of a program, stages of its pipeline."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+# (capability at least, head dim at most, bytes of an element) -> sizes for blocks of 128 queries
+_TILES: tuple[tuple[tuple[int, int], int, int, Tile], ...] = (
+    # H200, measured; sm_100 has the same shared memory
+    ((9, 0), 64, 2, Tile(64, 4, 3)),
+    ((9, 0), 128, 2, Tile(64, 8, 2)),
+    ((9, 0), 256, 2, Tile(32, 8, 2)),
+    ((9, 0), 64, 4, Tile(32, 8, 2)),
+    ((9, 0), 128, 4, Tile(32, 8, 2)),
+    ((9, 0), 256, 4, Tile(16, 8, 1)),
+    # 99 KB of shared memory and more; not measured
+    ((8, 0), 64, 2, Tile(64, 4, 3)),
+    ((8, 0), 128, 2, Tile(64, 8, 2)),
+    ((8, 0), 256, 2, Tile(32, 8, 2)),
+    ((8, 0), 128, 4, Tile(32, 8, 2)),
+    ((8, 0), 256, 4, Tile(16, 8, 1)),
+)
+# AMD: 64 KB of shared memory; not measured
+_HIP_TILES: tuple[tuple[int, int, Tile], ...] = (
+    (128, 2, Tile(32, 4, 2)),
+    (256, 2, Tile(16, 8, 1)),
+    (128, 4, Tile(16, 8, 1)),
+    (256, 4, Tile(16, 8, 1)),
+)
+_SMALL_SHARED_MEMORY = {(12, 0), (12, 1)}  # newer than sm_90, with the 99 KB of sm_86
+
+
+def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
+    """`capability`: (major, minor), or "hip"; `head_dim`: padded to a power of two."""
+    if capability == "hip":
+        return next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
+    least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
+    return next(tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
