@@ -99,8 +99,10 @@ def test_the_ops_keep_torchs_rules():
     options = (0.25, False, 0, "native", "rf_v2", 0.5, 1.0, True, True, *layout)
     torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, "portable", *options))
     op = torch.ops.rainfusion.sparse_attention.default
-    torch.library.opcheck(op, (q, k, v, keep, None, None, None, "portable", True, True, *options))
-    torch.library.opcheck(op, (q, k, v, None, None, mask.counts, mask.indices, "portable", False, False, *options))
+    torch.library.opcheck(op, (q, k, v, keep, None, None, None, "portable", False, True, True, *options))
+    torch.library.opcheck(
+        op, (q, k, v, None, None, mask.counts, mask.indices, "portable", False, False, False, *options)
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

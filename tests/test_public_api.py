@@ -17,6 +17,7 @@ def test_public_names():
         "BlockMask",
         "TokenLayout",
         "block_sparse_attention",
+        "explain",
         "predict_mask",
         "sparse_attention",
     ]

@@ -1,6 +1,6 @@
 """rainfusion: block-sparse attention for video and image Diffusion Transformers, on every torch device."""
 
-from rainfusion.api import block_sparse_attention, predict_mask, sparse_attention
+from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
 
@@ -10,6 +10,7 @@ __all__ = [
     "BlockMask",
     "TokenLayout",
     "block_sparse_attention",
+    "explain",
     "predict_mask",
     "sparse_attention",
 ]

@@ -3,17 +3,19 @@
 arguments -> checked Options      what came, in one plain form
 backends  -> who attends          the fastest that can, or the one asked for
 ops       -> pipeline             reorder, pool, score, select, attend, restore: one node for torch.compile
+crossover -> dense instead        where that is faster, and nothing but the output is wanted
 dense     -> torch's attention    where nothing is skipped
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from rainfusion import arguments, backends, dense, ops
+from rainfusion import arguments, backends, crossover, dense, ops
 from rainfusion.arguments import VideoSpan
 from rainfusion.blockmask import BlockMask
 from rainfusion.pipeline import full_mask
@@ -68,11 +70,12 @@ def sparse_attention(
         sparsity: the share of key blocks to skip, 0 to 1. Start from 0.6 for images, 0.8 for video.
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
-        precision: `"native"`; `"fp8"` and `"int8"` where a backend has quantised kernels.
+        precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
         mask: a `BlockMask` to use instead of predicting one, from a call with the same layout arguments; `sparsity` is
             then ignored.
-        backend: `"auto"`, `"portable"` or `"reference"`.
+        backend: `"auto"`: the fastest that can, torch's dense attention where that is faster and only the output is
+            asked for (`explain` says which and why); or `"hopper"`, `"triton"`, `"portable"`, `"reference"`.
         return_lse: also return the log-sum-exp of the logits, fp32 `[B, N, Sq]`; -inf for fully masked rows.
         return_mask: also return the `BlockMask`.
 
@@ -94,18 +97,53 @@ def sparse_attention(
     keep, bias = arguments.key_mask(attn_mask, q, k)
 
     if options.strategy != "dense" or mask is not None:
-        out, lse, mask = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, return_lse, return_mask)
+        only_out = backend == "auto" and mask is None and not (return_lse or return_mask)
+        out, lse, mask = ops.sparse_attention(
+            q, k, v, keep, bias, mask, options, runner, only_out, return_lse, return_mask
+        )
     else:
         if backend == "auto" and not return_lse and dense.why_not(q, keep, bias, options) is None:
             out, lse = dense.attend(q, k, v, keep, bias, options), None
         else:  # in blocks of 128 whatever the mask's blocks are: the same bits at every block size
             in_128 = options._replace(block_size=128)
-            out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, None, in_128, runner, return_lse, False)
+            out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, None, in_128, runner, False, return_lse, False)
         mask = full_mask(q, k, options) if return_mask else None
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     if not (return_lse or return_mask):
         return out
     return (out, *([lse] if return_lse else []), *([mask] if return_mask else []))
+
+
+def explain(*args: Any, **kwargs: Any) -> str:
+    """How `sparse_attention` with these arguments would run, and why not faster: one line each. Computes nothing.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 2, 256, 64)
+    >>> print(*explain(q, q, q, sparse_type="rf_v2", sparsity=0.5).splitlines()[:2], sep="\\n")
+    runs with 'portable'
+    not with 'hopper': it needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found cpu tensors
+    """
+    bound = inspect.signature(sparse_attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    q, k, v = arguments.tensors(given["input_layout"], given["head_num"], q=given["q"], k=given["k"], v=given["v"])
+    names = inspect.signature(arguments.options).parameters.keys() & given.keys() - {"q", "k"}
+    mask, name = given["mask"], given["backend"]
+    options = arguments.options(q, k, predicts=mask is None, **{n: given[n] for n in names})
+    runner = backends.choose(name, q, k, v, mask, options)
+    keep, bias = arguments.key_mask(given["attn_mask"], q, k)
+    plain = name == "auto" and mask is None and not (given["return_lse"] or given["return_mask"])
+    slower = crossover.why_dense(runner, q, k, options) if plain and options.strategy != "dense" else None
+    dense_runs = plain and (options.strategy == "dense" or slower) and dense.why_not(q, keep, bias, options) is None
+    if dense_runs:
+        lines = [f"runs with torch's attention: {slower or 'nothing is to be skipped'}"]
+    else:
+        lines = [f"runs with {runner!r}"]
+    for other in backends.FASTEST_FIRST:
+        reason = None if other == runner else backends.why_not(other, q, k, v, mask, options)
+        if reason:
+            lines.append(f"not with {other!r}: it {reason}")
+    return "\n".join(lines)
 
 
 def predict_mask(
@@ -172,6 +210,6 @@ def block_sparse_attention(
     return_lse = arguments.flag("return_lse", return_lse)
     runner = backends.choose(backend, q, k, v, mask, options)
     keep, bias = arguments.key_mask(attn_mask, q, k)
-    out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, return_lse, False)
+    out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, False, return_lse, False)
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     return (out, lse) if return_lse else out

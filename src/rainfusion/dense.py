@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.arguments import Options
-from rainfusion.pipeline import own_precision
+from rainfusion.autocast import own_precision
 
 
 def why_not(q: Tensor, keep: Tensor | None, bias: Tensor | None, options: Options) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rainfusion import pipeline
 from rainfusion.arguments import Options
+from rainfusion.autocast import own_precision
 from rainfusion.blockmask import BlockMask
 
 _OPTIONS = (
@@ -30,13 +31,16 @@ def sparse_attention(
     mask: BlockMask | None,
     options: Options,
     runner: str,
+    may_be_dense: bool,
     return_lse: bool,
     return_mask: bool,
 ) -> tuple[Tensor, Tensor, BlockMask | None]:
     """-> out, lse (empty unless asked for), and the mask: the given one, or the predicted one if asked for."""
     given = (None, None) if mask is None else (mask.counts, mask.indices)
     wanted = return_mask and mask is None
-    out, lse, counts, indices = _sparse_attention(q, k, v, keep, bias, *given, runner, return_lse, wanted, *options)
+    out, lse, counts, indices = _sparse_attention(
+        q, k, v, keep, bias, *given, runner, may_be_dense, return_lse, wanted, *options
+    )
     return out, lse, _block_mask(q, k, counts, indices, options) if wanted else mask
 
 
@@ -53,7 +57,7 @@ def _block_mask(q: Tensor, k: Tensor, counts: Tensor, indices: Tensor, options: 
     "rainfusion::sparse_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? bias, Tensor? counts, Tensor? indices, str runner, "
-    f"bool return_lse, bool return_mask, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool may_be_dense, bool return_lse, bool return_mask, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _sparse_attention(
     q: Tensor,
@@ -64,6 +68,7 @@ def _sparse_attention(
     counts: Tensor | None,
     indices: Tensor | None,
     runner: str,
+    may_be_dense: bool,
     return_lse: bool,
     return_mask: bool,
     *fields: Any,
@@ -71,18 +76,18 @@ def _sparse_attention(
     """-> out, lse, counts, indices; empty tensors for what was not asked for."""
     options = Options(*fields)
     given = None if counts is None or indices is None else BlockMask(counts, indices, options.block_size)
-    with pipeline.own_precision(q.device):
-        out, lse, mask = pipeline.attend(q, k, v, keep, bias, given, options, runner, return_lse)
+    with own_precision(q.device):
+        out, lse, mask = pipeline.attend(q, k, v, keep, bias, given, options, runner, may_be_dense, return_lse)
     lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
-    if not return_mask:
-        return out, lse, mask.counts.new_empty(0), mask.counts.new_empty(0)
-    return out, lse, mask.counts, mask.indices
+    if return_mask and mask is not None:
+        return out, lse, mask.counts, mask.indices
+    return out, lse, q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
 @_sparse_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Any, keep: Any, bias: Any, counts: Any, indices: Any, runner: str,
-    return_lse: bool, return_mask: bool, *fields: Any,
+    may_be_dense: bool, return_lse: bool, return_mask: bool, *fields: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
     if return_mask:
@@ -98,7 +103,7 @@ def _(
 def _predict_mask(q: Tensor, k: Tensor, keep: Tensor | None, runner: str, *fields: Any) -> tuple[Tensor, Tensor]:
     """-> counts, indices."""
     options = Options(*fields)
-    with pipeline.own_precision(q.device):
+    with own_precision(q.device):
         mask = pipeline.predict(q, k, keep, options, *pipeline.layouts(q, k, options), runner)
     return mask.counts, mask.indices
 

@@ -8,12 +8,11 @@ Backends reorder and restore on their way, so that a fast one can do it while it
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from rainfusion import backends
+from rainfusion import backends, crossover, dense
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout, cached_layout
@@ -35,9 +34,15 @@ def attend(
     mask: BlockMask | None,
     options: Options,
     runner: str,
+    may_be_dense: bool,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None, BlockMask]:
-    """-> out, lse if asked for, and the mask that was used. keep bool [B, Sk], bias [B, Sk]: see `key_mask`."""
+) -> tuple[Tensor, Tensor | None, BlockMask | None]:
+    """-> out, lse if asked for, and the mask that was used. keep bool [B, Sk], bias [B, Sk]: see `key_mask`.
+
+    `may_be_dense`: where dense attention is faster, and only the output is wanted, it may run instead.
+    """
+    if may_be_dense and crossover.why_dense(runner, q, k, options) and dense.why_not(q, keep, bias, options) is None:
+        return dense.attend(q, k, v, keep, bias, options), None, None
     q_layout, k_layout = layouts(q, k, options)
     if mask is not None:
         mask.check_values()
@@ -118,11 +123,3 @@ def full_mask(q: Tensor, k: Tensor, options: Options) -> BlockMask:
         batch, heads, q_len, k.shape[2],
         block_size=options.block_size, is_causal=options.is_causal, device=q.device,
     )  # fmt: skip
-
-
-def own_precision(device: torch.device) -> AbstractContextManager[None]:
-    """The caller's autocast ends here: scores and softmax are fp32, and the output has q's dtype."""
-    # compilers cannot trace the question, nor do they run where the answer is no
-    if device.type != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -28,13 +30,12 @@ _BLOCK = 128
 def why_not(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
 ) -> str | None:
-    general = triton.why_not(q, k, v, mask, options)
-    if general is not None:
-        return general
     if q.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(q)}"
-    if version("triton") not in TESTED_TRITON:
-        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {version('triton')}"
+    if find_spec("triton") is None:
+        return triton.NOT_INSTALLED
+    if _triton_version() not in TESTED_TRITON:
+        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {_triton_version()}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > MAX_HEAD_DIM:
@@ -138,13 +139,15 @@ def prepare(
     k_out = k.new_empty((batch, heads, blocks * _BLOCK, head_dim), dtype=k_type)
     v_out = k.new_empty((batch, heads, blocks * padded, _BLOCK), dtype=torch.float8_e4m3fn)
     grid = (batch * heads * blocks,)
-    quantise.statistics_kernel[grid](k, v, layout.order, flags, means, largest, *strides, **sizes, num_warps=8)
+    quantise.statistics_kernel[grid](
+        k, v, layout.order, flags, means, largest, *strides, **sizes, num_warps=triton.row_warps(k)
+    )
     quantise.channels_kernel[(batch * heads,)](
-        means, largest, k_mean, v_scale, blocks, D=head_dim, D_PAD=padded, ROWS=32, num_warps=8
+        means, largest, k_mean, v_scale, blocks, D=head_dim, D_PAD=padded, ROWS=32, num_warps=4
     )
     quantise.quantise_kernel[grid](
         k, v, layout.order, flags, k_mean, v_scale, k_out, v_out, k_scale, *strides, **sizes, INT8=precision == "int8",
-        num_warps=8,
+        num_warps=2 * triton.row_warps(k),
     )  # fmt: skip
     key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
     return HopperKeys(k_out, v_out, means, key_bias, length, Scales(k_scale, v_scale, k_mean))
@@ -188,16 +191,22 @@ def attend_blocks(
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> object:
     """How the copy engine reads one block of x [B, Hk, S, D]; it fills with zeros past either end."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = _shared_layout(x.dtype, rows, columns)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], layout)
+
+
+@lru_cache(maxsize=64)
+def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> object:
+    """How a block lies in shared memory. Kept: making it takes as long as launching a kernel."""
+    from triton.experimental.gluon import language as gl
 
     types = {
         torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8,
         torch.float8_e4m3fn: gl.float8e4nv,
     }  # fmt: skip
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, types[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], types[dtype])
 
 
 def _suits_copy_engine(x: Tensor) -> bool:
@@ -216,8 +225,14 @@ def _stages(padded: int, quant: int) -> int:
     return 3 if padded == 128 and not quant else 4
 
 
+@lru_cache(maxsize=1)
+def _triton_version() -> str:
+    """From its metadata: importing Triton takes longer. Reading them takes a third of a millisecond, so once."""
+    return version("triton")
+
+
 def _device(q: Tensor) -> str:
     if q.device.type != "cuda":
-        return str(q.device.type)
+        return f"{q.device.type} tensors"
     major, minor = torch.cuda.get_device_capability(q.device)
     return f"{torch.cuda.get_device_name(q.device)} ({major}.{minor})"

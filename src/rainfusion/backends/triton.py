@@ -29,6 +29,7 @@ from rainfusion.selection import budget
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
+NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
 
 
@@ -36,7 +37,7 @@ def why_not(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
 ) -> str | None:
     if find_spec("triton") is None:
-        return "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
+        return NOT_INSTALLED
     if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
         return f"needs a CUDA or ROCm device, got {q.device.type} tensors"
     if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -151,7 +152,7 @@ def prepare(
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
         heads, length, layout.num_blocks,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, POOL=pool, num_warps=8 if head_dim > 64 else 4,
+        HAS_KEEP=keep is not None, POOL=pool, num_warps=2 * row_warps(k),
     )  # fmt: skip
     return Keys(k_out, v_out, means, total_bias, length)
 
@@ -165,7 +166,7 @@ def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None) -> T
     blocks.pool_kernel[(batch * heads * layout.num_blocks,)](
         x, layout.order, None if keep is None else as_bytes(keep), means, *x.stride(), heads, length, layout.num_blocks,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, num_warps=8 if head_dim > 64 else 4,
+        HAS_KEEP=keep is not None, num_warps=row_warps(x),
     )  # fmt: skip
     return means
 
@@ -185,11 +186,11 @@ def _keep_best(
     columns = k_means.shape[2]
     scores = q_means.new_empty((batch, heads, rows, columns))
     live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
-    tile = 64
+    tile = 128 if head_dim <= 128 else 64
     ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
         q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows, columns,
         D=head_dim, D_PAD=_padded(head_dim), BM=tile, BN=tile, HAS_LIVE=live is not None,
-        PRECISION=_exact_products(q_means), num_warps=4,
+        PRECISION=_exact_products(q_means), num_warps=tile // 16,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q_means.device)
     indices = scores.view(torch.int32)
@@ -257,11 +258,12 @@ def attend_blocks(
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
     tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
-    attention.attention_kernel[(batch * heads * mask.num_q_blocks,)](
+    queries = min(tile.queries, mask.block_size)
+    attention.attention_kernel[(batch * heads * mask.num_q_blocks * (mask.block_size // queries),)](
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias,
         *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
         scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len, keys.length,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BN=min(tile.keys, mask.block_size),
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, mask.block_size),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
         PRECISION=_exact_products(q) if inner_precise == 0 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -320,6 +322,11 @@ def _power_of_two(n: int) -> int:
 
 def _padded(head_dim: int) -> int:
     return max(16, _power_of_two(head_dim))
+
+
+def row_warps(x: Tensor) -> int:
+    """Warps for one block of tokens [block_size, D] that is read once: about 128 bytes of a row to a warp."""
+    return min(8, max(1, _padded(x.shape[-1]) * x.dtype.itemsize // 128))
 
 
 def _ranking_warps(columns: int) -> int:

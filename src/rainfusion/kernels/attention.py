@@ -10,18 +10,23 @@ def attention_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
     schedule_stride, scale_log2, H, SHARED, NQ, NK, Sq, Sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program has one row of blocks. q rows are read, and out rows written, through `order`; k and v are in block
-    order already. bias fp32 [B, NK * BLOCK], in units of log2, -inf where a key does not count.
+    """One program has BM queries of one row of blocks.
+
+    q rows are read, and out rows written, through `order`; k and v are in block order already. bias fp32
+    [B, NK * BLOCK], in units of log2, -inf where a key does not count.
     """
+    PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
     SUB: tl.constexpr = BLOCK // BN  # steps to a key block
     pid = tl.program_id(0).to(tl.int64)
-    bh, slot = pid // NQ, pid % NQ
+    part = (pid % PARTS).to(tl.int32)
+    bh, slot = pid // PARTS // NQ, pid // PARTS % NQ
     row = tl.load(schedule + bh * schedule_stride + slot)
     b, h = bh // H, bh % H
-    o_pos = row * BLOCK + tl.arange(0, BLOCK)
+    o_pos = row * BLOCK + part * BM + tl.arange(0, BM)
     m_m = o_pos < Sq
     if HAS_ORDER:
         o_token = tl.load(order + o_pos, mask=m_m, other=0).to(tl.int64)
@@ -30,27 +35,27 @@ def attention_kernel(
     o_d = tl.arange(0, D_PAD)
     m_d = (o_d < D)[None, :]
     p_q = q + b * q_stride_b + h * q_stride_h + o_token[:, None] * q_stride_s + o_d[None, :] * q_stride_d
-    b_q = tl.load(p_q, mask=m_m[:, None] & m_d, other=0.0)  # [BLOCK, D_PAD]
+    b_q = tl.load(p_q, mask=m_m[:, None] & m_d, other=0.0)  # [BM, D_PAD]
     o_n = tl.arange(0, BN)
     p_k = k + b * k_stride_b + (h // SHARED) * k_stride_h + o_d[None, :] * k_stride_d
     p_v = v + b * v_stride_b + (h // SHARED) * v_stride_h + o_d[None, :] * v_stride_d
     p_index = indices + (bh * NQ + row) * NK
     count = tl.load(counts + bh * NQ + row)
-    b_m = tl.full([BLOCK], float("-inf"), tl.float32)
-    b_l = tl.zeros([BLOCK], tl.float32)
-    b_acc = tl.zeros([BLOCK, D_PAD], tl.float32)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, D_PAD], tl.float32)
     for step in range(0, count * SUB):
         first = tl.load(p_index + step // SUB).to(tl.int64) * BLOCK + (step % SUB) * BN
         m_n = (first + o_n) < Sk
         b_k = tl.load(p_k + (first + o_n)[:, None] * k_stride_s, mask=m_n[:, None] & m_d, other=0.0)
         b_v = tl.load(p_v + (first + o_n)[:, None] * v_stride_s, mask=m_n[:, None] & m_d, other=0.0)
-        # [BLOCK, D_PAD] @ [D_PAD, BN] -> [BLOCK, BN]
+        # [BM, D_PAD] @ [D_PAD, BN] -> [BM, BN]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         if HAS_BIAS:
             b_s = b_s + tl.load(bias + b * (NK * BLOCK) + first + o_n)[None, :]
         elif first + BN > Sk:
             b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        if IS_CAUSAL and first + BN > row * BLOCK:
+        if IS_CAUSAL and first + BN > row * BLOCK + part * BM:
             b_s = tl.where((first + o_n)[None, :] <= o_pos[:, None], b_s, float("-inf"))
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
@@ -58,7 +63,7 @@ def attention_kernel(
         b_alpha = tl.math.exp2(b_m - b_base)
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_acc = b_acc * b_alpha[:, None]
-        # [BLOCK, BN] @ [BN, D_PAD] -> [BLOCK, D_PAD]
+        # [BM, BN] @ [BN, D_PAD] -> [BM, D_PAD]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
         b_m = b_new
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]

@@ -3,17 +3,17 @@
     producer     walks the row's list of blocks and copies K_j and V_{j-1} by TMA into one of NS stages
     consumers    64 query rows each: S = Q K_j^T, softmax while P_{j-1} V_{j-1} still runs, then P_j is next
 
-What keeps it fast, learnt by measuring and by reading the machine code:
+What keeps it fast, learnt by measuring and by reading the machine code (docs/performance.md has the numbers):
 
 - K_j and V_{j-1} share a stage and are released together: every release costs a barrier of 128 threads.
-- The consumers take turns on the tensor cores (named barriers 8 and 9), handed over right after Q K^T is issued.
 - The wait for K_{j+1} stands between the softmax and the wait for P V: a wait loop ends a basic block, and without it
   ptxas moves the wait for P V above the softmax, and nothing overlaps.
 - The list is walked from its end, so that the ragged block, if kept, comes first, and the loop is free of masks.
 - Row sums stay per lane until the end, and row maxima are reduced as a shallow tree.
+- The card runs at its power limit, so that an instruction saved is worth more than one hidden.
 
 Q rows are gathered, and out rows scattered, through `order`, by the consumers themselves.
-Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, per 64 rows; K per block of keys;
+Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys;
 V per channel, its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
 """
 
@@ -27,35 +27,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-_TAKE_0: gl.constexpr = gl.constexpr("bar.sync 8, 256; mov.u32 $0, 0;")
-_TAKE_1: gl.constexpr = gl.constexpr("bar.sync 9, 256; mov.u32 $0, 0;")
-_GIVE_0: gl.constexpr = gl.constexpr("bar.arrive 8, 256; mov.u32 $0, 0;")
-_GIVE_1: gl.constexpr = gl.constexpr("bar.arrive 9, 256; mov.u32 $0, 0;")
 _TO_E4M3: gl.constexpr = gl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
     "mov.b32 $0, {lo, hi}; }"
 )
+# 1.5 * 2^23: added to an integer's bits it makes the float of that integer, 1.5 * 2^23 too large
+_INT_BITS: gl.constexpr = gl.constexpr(0x4B400000)
+_INT_FLOAT: gl.constexpr = gl.constexpr(12582912.0)
 
 
-@gluon.jit
-def _asm(CODE: gl.constexpr):
-    gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def _rescale_unless_one() -> str:
+    """32 accumulators of a lane times their row's factor, $64 or $66, skipped where all of the warp's factors are 1.
+
+    In a lane's registers two neighbours are of its first row, the next two of its second, and so on.
+    """
+    copies = " ".join(f"mov.f32 ${i}, ${i + 32};" for i in range(32))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${64 + i % 4 // 2 * 2};" for i in range(32))
+    return (
+        "{ .reg .pred moved, any; setp.neu.f32 moved, $64, 0f3F800000; setp.neu.or.f32 moved, $66, 0f3F800000, moved; "
+        f"vote.sync.any.pred any, moved, 0xffffffff; {copies} @!any bra DONE; {products} DONE: }}"
+    )
 
 
-@gluon.jit
-def _take_turn(WG: gl.constexpr):
-    if WG == 0:
-        _asm(_TAKE_0)
-    else:
-        _asm(_TAKE_1)
-
-
-@gluon.jit
-def _give_turn(WG: gl.constexpr):
-    if WG == 0:
-        _asm(_GIVE_1)
-    else:
-        _asm(_GIVE_0)
+_RESCALE: gl.constexpr = gl.constexpr(_rescale_unless_one())
+_RESCALE_REGISTERS: gl.constexpr = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
 
 
 @gluon.jit
@@ -134,14 +129,73 @@ def _producer(
 
 @gluon.jit
 def _quantised_q(x, TYPE: gl.constexpr, QUANT: gl.constexpr):
-    """-> x / scale in TYPE, and the scale. A NaN or infinity makes the scale NaN, and so shows."""
+    """-> x / scale in TYPE, and the scale of each row. A NaN or infinity makes the scale NaN, and so shows."""
     LARGEST: gl.constexpr = 127.0 if QUANT == 2 else 448.0
-    scale = gl.maximum(gl.max(gl.max(gl.abs(x), 1), 0), 1e-30) / LARGEST
-    scale = scale + gl.sum(gl.sum(x * 0.0, 1), 0)
-    x = x / scale
+    scale = gl.maximum(gl.max(gl.abs(x), 1), 1e-30) / LARGEST + gl.sum(x * 0.0, 1)
+    x = x / scale[:, None]
     if QUANT == 2:
-        x = (x + 12582912.0) - 12582912.0  # to the nearest integer
+        x = (x + _INT_FLOAT) - _INT_FLOAT  # to the nearest integer
     return x.to(TYPE), scale
+
+
+@gluon.jit
+def _logits_start(M: gl.constexpr, N: gl.constexpr, QUANT: gl.constexpr, LAYOUT: gl.constexpr):
+    """What Q K^T is added to. For integers a number that makes their bits those of a float: no conversion needed."""
+    if QUANT == 2:
+        return gl.full([M, N], _INT_BITS, gl.int32, LAYOUT)
+    else:
+        return gl.zeros([M, N], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _as_floats(s, QUANT: gl.constexpr):
+    if QUANT == 2:
+        return s.to(gl.float32, bitcast=True)
+    else:
+        return s
+
+
+@gluon.jit
+def _logits(s, c, QUANT: gl.constexpr):
+    """In units of log2. c: their factor, one for all rows, or one a row if quantised."""
+    if QUANT == 0:
+        return s * c
+    elif QUANT == 2:
+        return s * c[:, None] - (c * _INT_FLOAT)[:, None]
+    else:
+        return s * c[:, None]
+
+
+@gluon.jit
+def _largest_logit(s, c, QUANT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows' maxima of `_logits(s, c)`, where c > 0."""
+    if QUANT == 2:
+        return _row_max(s, LAYOUT) * c - c * _INT_FLOAT
+    else:
+        return _row_max(s, LAYOUT) * c
+
+
+@gluon.jit
+def _powers(s, c, m, SHIFT: gl.constexpr, QUANT: gl.constexpr):
+    """exp2(_logits(s, c) - m + SHIFT): one multiply-add before the exponential."""
+    if QUANT == 0:
+        return _exp2(s * c - m[:, None])
+    elif QUANT == 2:
+        return _exp2(s * c[:, None] - (m + (c * _INT_FLOAT - SHIFT))[:, None])
+    else:
+        return _exp2(s * c[:, None] - (m - SHIFT)[:, None])
+
+
+@gluon.jit
+def _rescaled(acc, alpha, QUANT: gl.constexpr):
+    """acc * alpha[:, None]. Quantised kernels wait for their instructions, so they skip it where no maximum moved."""
+    if QUANT != 0:
+        factors = alpha[:, None] + gl.zeros_like(acc)
+        return gl.inline_asm_elementwise(
+            _RESCALE, _RESCALE_REGISTERS, [acc, factors], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        return acc * alpha[:, None]
 
 
 @gluon.jit
@@ -157,7 +211,8 @@ def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
         p = gl.convert_layout(p, LAYOUT)
         # four values to a register; `p.to(TYPE)` would take them apart again
         return gl.inline_asm_elementwise(_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-    return gl.convert_layout(p.to(TYPE), LAYOUT)
+    else:
+        return gl.convert_layout(p.to(TYPE), LAYOUT)
 
 
 @gluon.jit
@@ -173,7 +228,6 @@ def _consumer(
     M: gl.constexpr = 64
     N: gl.constexpr = 128
     V_TYPE: gl.constexpr = s_v.dtype
-    S_TYPE: gl.constexpr = gl.int32 if QUANT == 2 else gl.float32
     K_STEP: gl.constexpr = 32 if QUANT != 0 else 16
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K_STEP])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, K_STEP])
@@ -199,8 +253,6 @@ def _consumer(
     else:
         o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
     if n > 0:
-        if WG == 1:
-            _give_turn(WG)  # the other one begins
         p_q = q + b.to(gl.int64) * q_stride_b + h.to(gl.int64) * q_stride_h
         x = gl.load(p_q + o_token[:, None] * q_stride_s + o_d[None, :] * q_stride_d, mask=m_q, other=0.0)
         if NEGATE:
@@ -212,7 +264,7 @@ def _consumer(
                 b_mean = gl.load(k_mean + k_bh * D_REAL + o_d, mask=o_d < D_REAL, other=0.0)
                 shift = gl.convert_layout(gl.sum(x * b_mean[None, :], 1), ROWS) * scale_log2
             x, q_scale = _quantised_q(x, s_q.dtype, QUANT)
-            scale = scale * q_scale
+            scale = gl.convert_layout(q_scale, ROWS) * scale_log2
         s_q.index(WG).store(x)
         fence_async_shared()
         gl.thread_barrier()
@@ -229,7 +281,6 @@ def _consumer(
         if QUANT != 0:
             p_scale = k_scale + k_bh * NK
         # ---- first block: the only one that can be ragged
-        zeros = gl.zeros([M, N], S_TYPE, S_LAYOUT)
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         c = scale
@@ -243,24 +294,26 @@ def _consumer(
             if HAS_BIAS:
                 flag = gl.load(p_flags + block)
         mbarrier.wait(k_full.index(0), 0)
-        _take_turn(WG)
-        s_token = warpgroup_mma(b_q, s_k.index(0).reshape([N, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        _give_turn(WG)
-        s = warpgroup_mma_wait(0, deps=[s_token]).to(gl.float32)
+        start = _logits_start(M, N, QUANT, S_LAYOUT)
+        b_k = s_k.index(0).reshape([N, D]).permute((1, 0))
+        s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
+        s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
         mbarrier.arrive(empty.index(0), count=1)
         stage, phase = _advance(stage, phase, NS)
         if HAS_BIAS:
             last = gl.load(p_index)
-            s = s * c + gl.load(p_bias + last * 128 + o_n)[None, :]
+            s = _logits(s, c, QUANT) + gl.load(p_bias + last * 128 + o_n)[None, :]
             m = _row_max(s, ROWS)
-            base = gl.where(m == float("-inf"), 0.0, m)
+            base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
             p = _exp2(s - (base - SHIFT)[:, None])
         else:
             limit = Sk - gl.load(p_index) * 128
             if limit < N:
                 s = gl.where((o_n < limit)[None, :], s, float("-inf"))
-            m = _row_max(s, ROWS) * c
-            p = _exp2(s * c - (m - SHIFT)[:, None])
+            m = _largest_logit(s, c, QUANT, ROWS)
+            p = _powers(s, c, m, SHIFT, QUANT)
+            if limit < N:  # again: -inf * c is NaN where the scale is 0
+                p = gl.where((o_n < limit)[None, :], p, 0.0)
         l = _lane_sums(p)
         if QUANT == 0:
             b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
@@ -272,12 +325,10 @@ def _consumer(
         for j in range(1, n):
             if QUANT != 0:  # carried from step to step in fp32: e4m3 values would travel one to a register
                 b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-            gl.thread_barrier()  # one is needed since the last release: here, before our turn, it costs least
-            _take_turn(WG)
-            s_token = warpgroup_mma(
-                b_q, s_k.index(stage).reshape([N, D]).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            _give_turn(WG)
+            gl.thread_barrier()  # one is needed since the last release: here it costs least
+            start = _logits_start(M, N, QUANT, S_LAYOUT)
+            b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
+            s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             if QUANT != 0:
                 b_v = s_v.index(v_stage).reshape([D, N]).permute((1, 0))
@@ -296,10 +347,10 @@ def _consumer(
                 if HAS_BIAS:
                     flag = gl.load(p_flags + block)
                 later = gl.load(p_index - gl.minimum(n - 1, j + 2))
-            s = warpgroup_mma_wait(1, deps=[s_token]).to(gl.float32)
+            s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
             stage, phase = _advance(stage, phase, NS)
             if HAS_BIAS:
-                s = s * c
+                s = _logits(s, c, QUANT)
                 if has_bias != 0:
                     s = s + gl.load(p_here + o_n)[None, :]
                 m_new = gl.maximum(m, _row_max(s, ROWS))
@@ -307,16 +358,16 @@ def _consumer(
                 alpha = _exp2(m - base)
                 p = _exp2(s - (base - SHIFT)[:, None])
             else:
-                m_new = gl.maximum(m, _row_max(s, ROWS) * c)
+                m_new = gl.maximum(m, _largest_logit(s, c, QUANT, ROWS))
                 alpha = _exp2(m - m_new)
-                p = _exp2(s * c - (m_new - SHIFT)[:, None])
+                p = _powers(s, c, m_new, SHIFT, QUANT)
             m = m_new
             l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
             mbarrier.wait(k_full.index(stage), phase)
             acc = warpgroup_mma_wait(0, deps=[acc_token])
             mbarrier.arrive(empty.index(v_stage), count=1)
             v_stage, v_phase = _advance(v_stage, v_phase, NS)
-            acc = acc * gl.convert_layout(alpha, O_ROWS)[:, None]
+            acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
             if QUANT == 0:
                 b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
         # ---- the last P V
@@ -359,9 +410,6 @@ def _consumer(
         else:
             l_token = gl.load(order + l_pos, mask=l_pos < Sq, other=0).to(gl.int64)
         gl.store(lse + (b.to(gl.int64) * H + h) * Sq + l_token, value, mask=l_pos < Sq)
-    if WG == 0:
-        if n > 0:
-            _take_turn(WG)  # the other one's last turn was given to nobody
 
 
 @gluon.jit

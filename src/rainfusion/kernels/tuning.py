@@ -9,35 +9,36 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Keys at a time, warps of a program, stages of its pipeline."""
+    """Queries of a program, keys at a time, warps, stages of the pipeline."""
 
+    queries: int
     keys: int
     warps: int
     stages: int
 
 
-# (capability at least, head dim at most, bytes of an element) -> sizes for blocks of 128 queries
+# (capability at least, head dim at most, bytes of an element) -> sizes
 _TILES: tuple[tuple[tuple[int, int], int, int, Tile], ...] = (
     # H200, measured; sm_100 has the same shared memory
-    ((9, 0), 64, 2, Tile(64, 4, 3)),
-    ((9, 0), 128, 2, Tile(64, 8, 2)),
-    ((9, 0), 256, 2, Tile(32, 8, 2)),
-    ((9, 0), 64, 4, Tile(32, 8, 2)),
-    ((9, 0), 128, 4, Tile(32, 8, 2)),
-    ((9, 0), 256, 4, Tile(16, 8, 1)),
+    ((9, 0), 64, 2, Tile(128, 64, 4, 3)),
+    ((9, 0), 128, 2, Tile(128, 128, 8, 3)),
+    ((9, 0), 256, 2, Tile(128, 64, 8, 2)),
+    ((9, 0), 64, 4, Tile(128, 64, 8, 2)),
+    ((9, 0), 128, 4, Tile(128, 64, 8, 1)),
+    ((9, 0), 256, 4, Tile(64, 32, 8, 1)),
     # 99 KB of shared memory and more; not measured
-    ((8, 0), 64, 2, Tile(64, 4, 3)),
-    ((8, 0), 128, 2, Tile(64, 8, 2)),
-    ((8, 0), 256, 2, Tile(32, 8, 2)),
-    ((8, 0), 128, 4, Tile(32, 8, 2)),
-    ((8, 0), 256, 4, Tile(16, 8, 1)),
+    ((8, 0), 64, 2, Tile(128, 64, 4, 3)),
+    ((8, 0), 128, 2, Tile(128, 64, 8, 2)),
+    ((8, 0), 256, 2, Tile(128, 32, 8, 2)),
+    ((8, 0), 128, 4, Tile(64, 32, 8, 2)),
+    ((8, 0), 256, 4, Tile(32, 16, 8, 1)),
 )
 # AMD: 64 KB of shared memory; not measured
 _HIP_TILES: tuple[tuple[int, int, Tile], ...] = (
-    (128, 2, Tile(32, 4, 2)),
-    (256, 2, Tile(16, 8, 1)),
-    (128, 4, Tile(16, 8, 1)),
-    (256, 4, Tile(16, 8, 1)),
+    (128, 2, Tile(128, 32, 4, 2)),
+    (256, 2, Tile(64, 16, 8, 1)),
+    (128, 4, Tile(64, 16, 8, 1)),
+    (256, 4, Tile(32, 16, 8, 1)),
 )
 _SMALL_SHARED_MEMORY = {(12, 0), (12, 1)}  # newer than sm_90, with the 99 KB of sm_86
 

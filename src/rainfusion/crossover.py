@@ -1,0 +1,82 @@
+"""When dense attention is faster, and by how much: a model of the two times, fitted to measurements.
+
+    dense  = flops / DENSE_RATE
+    sparse = density * flops / SPARSE_RATE + bytes around the kernel / BANDWIDTH + LAUNCHES
+
+Short sequences have little to skip and the same launches to pay for. The numbers are an H200's (docs/performance.md);
+on another GPU both sides shrink or grow together, which leaves the verdict about where it is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rainfusion.arguments import LayoutSpec, Options
+from rainfusion.layout import cached_layout
+from rainfusion.selection import budget
+
+
+class Speed(NamedTuple):
+    """Of one backend, with precision="native"."""
+
+    sparse_rate: float  # flops a second on kept blocks
+    bandwidth: float  # bytes a second of the passes before the kernel
+    launches: float  # seconds
+
+
+DENSE_RATE = 640e12  # cuDNN, head dim 128
+SPEEDS = {"hopper": Speed(600e12, 2.5e12, 40e-6), "triton": Speed(390e12, 2.5e12, 40e-6)}
+
+
+def why_dense(runner: str, q: Tensor, k: Tensor, options: Options) -> str | None:
+    """Why dense attention is faster for this call, in words; None where sparse is, or where nothing was measured."""
+    if q.device.type != "cuda" or runner not in SPEEDS or options.precision != "native":
+        return None
+    density = expected_density(options, q.shape[2], k.shape[2])
+    if density is None:
+        return None
+    dense, sparse = _times(runner, q, k, density)
+    if sparse < dense:
+        return None
+    return (
+        f"dense attention is expected to be faster: {1e6 * dense:.0f} us, against {1e6 * sparse:.0f} us with "
+        f"{density:.0%} of the blocks of {q.shape[2]} x {k.shape[2]} tokens (an H200's times); longer sequences or "
+        "more sparsity pay"
+    )
+
+
+def _times(runner: str, q: Tensor, k: Tensor, density: float) -> tuple[float, float]:
+    """Seconds, dense and sparse, on an H200."""
+    speed = SPEEDS[runner]
+    batch, heads, q_len, head_dim = q.shape
+    flops = 4.0 * batch * heads * q_len * k.shape[2] * max(head_dim, 64)
+    passes = (q.numel() + 4 * k.numel()) * q.element_size()  # pool q; read and write k and v
+    return flops / DENSE_RATE, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.launches
+
+
+def expected_density(options: Options, q_len: int, k_len: int) -> float | None:
+    """The share of blocks that a prediction will keep, 0 to 1, without predicting; None where it depends on the data.
+
+    ada_bsa keeps at most this many.
+    """
+    if options.strategy == "ada_bsa":
+        return 1.0 - options.sparsity if options.sparsity > 0.0 else None
+    if options.strategy != "rf_v2":
+        return 1.0
+    q_spec, k_spec = options.layout_specs(q_len, k_len)
+    return _rf_v2_density(q_spec, k_spec, options.sparsity)
+
+
+@lru_cache(maxsize=256)
+def _rf_v2_density(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float) -> float:
+    """Protected rows are whole; in the others the best blocks are as often protected as chance has it."""
+    rows, columns = (cached_layout(spec, torch.device("cpu")).protected for spec in (q_spec, k_spec))
+    if len(rows) == 0 or len(columns) == 0:
+        return 1.0
+    whole, always = float(rows.float().mean()), float(columns.float().mean())
+    chosen = max(1, budget(len(columns), sparsity)) / len(columns)
+    return whole + (1.0 - whole) * (always + (1.0 - always) * chosen)
