@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rainfusion import __version__, arguments, backends
-from rainfusion.tools.shapes import SHAPES, Shape
+from rainfusion.tools.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -45,32 +45,58 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    names = "\n".join(f"  {s.name:19} {s.heads:2} x {s.seq_len:6} x {s.head_dim:3}  {s.note}" for s in SHAPES.values())
+    names = "\n".join(
+        f"  {s.name:19} {s.batch} x {s.heads:2} x {s.seq_len:6} x {s.head_dim:3}  {s.note}" for s in SHAPES.values()
+    )
     bench = commands.add_parser(
         "bench",
         help="time dense and sparse attention on named shapes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Times dense and sparse attention in one run, after checking a few rows against float64.\n"
-        "Without names: shapes of seconds on a CPU, the real ones elsewhere.",
-        epilog=f"shapes (heads x tokens x head dim):\n{names}\n\n"
+        "Without names: shapes of seconds on a CPU, the real ones elsewhere. On a CUDA device: torch's dense\n"
+        "kernels, other libraries that are installed, our kernel alone, the whole call, and the call in a CUDA graph.",
+        epilog=f"shapes (batch x heads x tokens x head dim):\n{names}\n\n"
         "examples:\n"
         "  rainfusion bench wan-480p-17f flux-1024-4h --sparse-type rf_v2,ada_bsa --json > bench.json\n"
-        "  rainfusion bench --latent-shape 9 30 52 --txt-len 256 --heads 4 --sparsity 0.8",
+        "  rainfusion bench --latent-shape 9 30 52 --txt-len 256 --heads 4 --sparsity 0.8\n"
+        "  rainfusion bench wan-720p --precision native fp8 int8 --flex --csv benchmarks/results/attention.csv\n"
+        "  rainfusion bench --sweep sparsity --csv benchmarks/results/attention.csv --plot sparsity.png\n"
+        "  rainfusion bench --from-csv benchmarks/results/attention.csv --sweep tokens --plot tokens.png",
     )
-    bench.add_argument("names", nargs="*", metavar="SHAPE", help="which shapes; see the list below")
-    bench.add_argument("--latent-shape", type=int, nargs=3, metavar=("T", "H", "W"), help="a shape of your own")
-    bench.add_argument("--txt-len", type=int, default=0, help="text in front of it (default: 0)")
-    bench.add_argument("--head-dim", type=int, default=128, help="of it (default: 128)")
-    bench.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
-    bench.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's own)")
-    bench.add_argument("--dtype", choices=_DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
-    bench.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
-    bench.add_argument("--backend", default="auto", choices=["auto", *backends.BACKENDS], help="default: auto")
-    bench.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
-    bench.add_argument("--repeats", type=int, default=5, help="timed runs of each (default: 5)")
-    bench.add_argument("--seed", type=int, default=0, help="of the synthetic video (default: 0)")
-    bench.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    bench.set_defaults(run=_bench, needs=lambda args: ["tqdm"])
+    what = bench.add_argument_group("what to measure")
+    what.add_argument("names", nargs="*", metavar="SHAPE", help="which shapes; see the list below")
+    what.add_argument("--latent-shape", type=int, nargs=3, metavar=("T", "H", "W"), help="a shape of your own")
+    what.add_argument("--txt-len", type=int, default=0, help="text in front of it (default: 0)")
+    what.add_argument("--head-dim", type=int, default=128, help="of it, or of --sweep tokens (default: 128)")
+    what.add_argument("--batch", type=int, help="instead of the shape's own (default for your own: 1)")
+    what.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
+    what.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
+    what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's own)")
+    what.add_argument(
+        "--precision", nargs="+", default=["native"], choices=arguments.PRECISIONS, help="default: native"
+    )
+    what.add_argument("--dtype", choices=_DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
+    what.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    what.add_argument("--backend", default="auto", choices=["auto", *backends.NAMES], help="default: auto")
+    what.add_argument("--flex", action="store_true", help="also FlexAttention, which takes long to compile (CUDA)")
+    what.add_argument("--seed", type=int, default=0, help="of the synthetic video (default: 0)")
+    what.add_argument(
+        "--sweep", choices=["sparsity", "tokens"],
+        help="sparsity: 0 to 0.95 on the shapes named (default: wan-480p); tokens: 2k to 150k, 12 heads, sparsity 0.8",
+    )  # fmt: skip
+    how = bench.add_argument_group("how long")
+    how.add_argument("--repeats", type=int, help="timed rounds of each (default: 5; on CUDA up to 50)")
+    how.add_argument("--seconds", type=float, default=2.0, help="at most so long for each contender (default: 2)")
+    where = bench.add_argument_group("where results go")
+    where.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    where.add_argument("--csv", type=Path, metavar="FILE", help="add rows to it, or replace those measured before")
+    where.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show or draw what it holds")
+    where.add_argument("--plot", type=Path, metavar="PNG", help="draw speed-ups of the whole call")
+    bench.set_defaults(run=_bench, needs=_needs_of_bench)
+
+
+def _needs_of_bench(args: argparse.Namespace) -> list[str]:
+    return [*(["tqdm"] if args.from_csv is None else []), *(["matplotlib"] if args.plot else [])]
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -79,14 +105,32 @@ def _bench(args: argparse.Namespace) -> int:
     unknown = [name for name in args.names if name not in SHAPES]
     if unknown:
         raise ValueError(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
-    for name in ("heads", "repeats", "head_dim"):
+    for name in ("heads", "repeats", "head_dim", "batch"):
         if getattr(args, name) is not None:
             arguments.integer(f"--{name.replace('_', '-')}", getattr(args, name), minimum=1)
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds must be above 0, got {args.seconds}")
     sparse_types = args.sparse_type.split(",")
     for sparse_type in sparse_types:
         arguments.choice("--sparse-type", sparse_type, ("rf_v2", "ada_bsa"))
+    panels = [args.sweep] if args.sweep else None
+    if args.from_csv is not None:
+        return bench.draw_from_csv(args.from_csv, args.plot, panels, args.json)
     device = _device(args.device)
     dtype = _DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    shapes, sparsities = _shapes_and_sparsities(args)
+    return bench.run(
+        bench.Plan(
+            shapes or bench.default_shapes(device), device, dtype, sparse_types=sparse_types, sparsities=sparsities,
+            precisions=list(dict.fromkeys(args.precision)), backend=args.backend, batch=args.batch, heads=args.heads,
+            repeats=args.repeats, seconds=args.seconds, seed=args.seed, flex=args.flex, as_json=args.json,
+            csv=args.csv, plot=args.plot, panels=panels or (["shapes"] if args.plot else None),
+        )
+    )  # fmt: skip
+
+
+def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[float | None]]:
+    """What was asked for; no shapes: those of the device."""
     shapes = [SHAPES[name] for name in args.names]
     if args.latent_shape:
         grid = arguments.grid("--latent-shape", args.latent_shape)
@@ -94,10 +138,15 @@ def _bench(args: argparse.Namespace) -> int:
         name = "x".join(map(str, grid))
         sparsity = 0.6 if grid[0] == 1 else 0.8
         shapes.append(Shape(name, args.heads or 4, args.head_dim, grid, txt_len, sparsity, "yours"))
-    return bench.run(
-        shapes or bench.default_shapes(device), sparse_types=sparse_types, sparsity=args.sparsity, dtype=dtype,
-        device=device, backend=args.backend, heads=args.heads, repeats=args.repeats, seed=args.seed, as_json=args.json,
-    )  # fmt: skip
+    if args.sweep == "tokens":
+        if shapes:
+            raise ValueError(f"--sweep tokens has shapes of its own, got {', '.join(shape.name for shape in shapes)}")
+        return token_sweep(head_dim=args.head_dim), [args.sparsity]
+    if args.sweep == "sparsity":
+        if args.sparsity is not None:
+            raise ValueError(f"--sweep sparsity goes through many, got --sparsity {args.sparsity} too")
+        return shapes or [SHAPES["wan-480p"]], list(SWEEP_SPARSITIES)
+    return shapes, [args.sparsity]
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,14 +1,19 @@
-"""`rainfusion bench`: dense and sparse attention on named shapes, timed in one run."""
+"""`rainfusion bench`: dense and sparse attention on named shapes, timed in one run.
+
+On a GPU, and wherever results are kept or drawn, `contest` measures all contenders; on a CPU `measure` is enough.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import product
+from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +21,16 @@ from torch import Tensor
 
 import rainfusion
 from rainfusion.layout import TokenLayout
-from rainfusion.tools import synthetic
+from rainfusion.tools import contest, results, timing
+from rainfusion.tools.contest import device_name
+from rainfusion.tools.inputs import attention_inputs, call_arguments
 from rainfusion.tools.memory import peak_memory
+from rainfusion.tools.results import Row
 from rainfusion.tools.shapes import SHAPES, Shape
 from rainfusion.tools.table import table
 from rainfusion.tools.verification import verify
+
+_CPU_REPEATS, _GPU_REPEATS = 5, 50
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ def measure(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     backend: str = "auto",
+    precision: str = "native",
+    batch: int | None = None,
     heads: int | None = None,
     repeats: int = 5,
     seed: int = 0,
@@ -65,14 +77,11 @@ def measure(
 ) -> Result:
     """Checks the sparse result, then times dense and sparse calls in turn."""
     device = torch.device(device)
-    heads = heads or shape.heads
+    batch, heads = batch or shape.batch, heads or shape.heads
     sparsity = shape.sparsity if sparsity is None else sparsity
     tell("inputs")
-    q, k, v = _inputs(shape, heads, dtype, device, seed)
-    latent = None if shape.latent_shape is None else list(shape.latent_shape)
-    kwargs: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity, backend=backend)
-    if sparse_type == "rf_v2":
-        kwargs.update(latent_shape_q=latent, latent_shape_k=latent, txt_len=shape.txt_len)
+    q, k, v = attention_inputs(shape, batch=batch, heads=heads, dtype=dtype, device=device, seed=seed)
+    kwargs = {**call_arguments(shape, sparse_type, sparsity), "backend": backend, "precision": precision}
     layout = _layout(shape, sparse_type).to(device)
 
     def dense() -> Tensor:
@@ -93,9 +102,9 @@ def measure(
     dense_ms, sparse_ms = _medians([dense, sparse], repeats, device)
     return Result(
         shape=shape.name,
-        device=_device_name(device),
+        device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        batch=1,
+        batch=batch,
         heads=heads,
         tokens=shape.seq_len,
         head_dim=shape.head_dim,
@@ -115,17 +124,6 @@ def measure(
     )
 
 
-def _inputs(
-    shape: Shape, heads: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if shape.latent_shape is None:
-        return synthetic.tokens_qkv(shape.tokens, heads, shape.head_dim, seed=seed, dtype=dtype, device=device)
-    latent = synthetic.video_latent(shape.latent_shape, seed=seed)
-    return synthetic.video_qkv(
-        latent, heads, shape.head_dim, txt_len=shape.txt_len, seed=seed, dtype=dtype, device=device
-    )
-
-
 def _layout(shape: Shape, sparse_type: str) -> TokenLayout:
     if sparse_type != "rf_v2":
         return TokenLayout.build(shape.seq_len)
@@ -134,27 +132,9 @@ def _layout(shape: Shape, sparse_type: str) -> TokenLayout:
 
 def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:
     """Milliseconds of each call. They take turns, so that a slow moment of the machine hits all of them."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 1):  # the first one warms up
-        for call, collected in zip(calls, times, strict=True):
-            _synchronize(device)
-            start = time.perf_counter()
-            call()
-            _synchronize(device)
-            if turn > 0:
-                collected.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(collected) for collected in times]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    clock = timing.WallClock(device)
+    rounds = [[clock.milliseconds([call]) for call in calls] for _ in range(repeats + 1)]  # the first one warms up
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def format_results(results: list[Result]) -> str:
@@ -176,40 +156,164 @@ def default_shapes(device: torch.device) -> list[Shape]:
     return [shape for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
 
 
-def run(
-    shapes: list[Shape],
-    *,
-    sparse_types: list[str],
-    sparsity: float | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    heads: int | None,
-    repeats: int,
-    seed: int,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, how, and where the results go."""
+
+    shapes: Sequence[Shape]
+    device: torch.device
+    dtype: torch.dtype
+    sparse_types: Sequence[str] = ("rf_v2",)
+    sparsities: Sequence[float | None] = (None,)  # None: the shape's own
+    precisions: Sequence[str] = ("native",)
+    backend: str = "auto"
+    batch: int | None = None  # None: the shape's own
+    heads: int | None = None
+    repeats: int | None = None  # None: more on a GPU
+    seconds: float = 2.0  # for each contender on each shape, on a GPU
+    seed: int = 0
+    flex: bool = False
+    as_json: bool = False
+    csv: Path | None = None
+    plot: Path | None = None
+    panels: Sequence[str] | None = None  # of the plot
+
+    @property
+    def rounds(self) -> int:
+        return self.repeats or (_GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS)
+
+    @property
+    def jobs(self) -> list[tuple[Shape, str, float | None]]:
+        return list(product(self.shapes, self.sparse_types, self.sparsities))
+
+
+def run(plan: Plan) -> int:
     """Prints the table (or JSON) and returns the exit status: 1 if a result was wrong."""
+    kept = plan.csv is not None or plan.plot is not None or plan.panels is not None
+    return _run_contest(plan) if plan.device.type == "cuda" or kept else _run_pair(plan)
+
+
+def _run_pair(plan: Plan) -> int:
+    """Dense and sparse."""
     from tqdm import tqdm
 
-    jobs = [(shape, kind) for shape in shapes for kind in sparse_types]
-    results = []
-    with tqdm(jobs, desc="bench", unit="shape", file=sys.stderr) as bar:
-        for shape, kind in bar:
+    found = []
+    with tqdm(list(product(plan.jobs, plan.precisions)), desc="bench", unit="shape", file=sys.stderr) as bar:
+        for (shape, kind, sparsity), precision in bar:
 
             def tell(stage: str, name: str = shape.name) -> None:
-                bar.set_postfix_str(f"{name}: {stage}")
+                bar.set_postfix_str(
+                    f"{name}: {stage}", refresh=sys.stderr.isatty()
+                )  # in a log, a line a call is enough
 
             result = measure(
-                shape, sparse_type=kind, sparsity=sparsity, dtype=dtype, device=device, backend=backend, heads=heads,
-                repeats=repeats, seed=seed, tell=tell,
+                shape, sparse_type=kind, sparsity=sparsity, dtype=plan.dtype, device=plan.device, backend=plan.backend,
+                precision=precision, batch=plan.batch, heads=plan.heads, repeats=plan.rounds, seed=plan.seed, tell=tell,
             )  # fmt: skip
-            results.append(result)
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+            found.append(result)
+    if plan.as_json:
+        _say(json.dumps([asdict(result) for result in found], indent=2))
     else:
         versions = f"torch {torch.__version__}, rainfusion {rainfusion.__version__}"
-        print(f"{results[0].device}, {versions}, synthetic video, medians of {repeats}")
-        print(format_results(results))
-        print("relative L2 errors: 'vs dense' is what skipping blocks changes, 'vs fp64' what the arithmetic loses")
-    return 0 if all(result.right for result in results) else 1
+        _say(f"{found[0].device}, {versions}, synthetic video, medians of {plan.rounds}")
+        _say(format_results(found))
+        _say("relative L2 errors: 'vs dense' is what skipping blocks changes, 'vs fp64' what the arithmetic loses")
+    return 0 if all(result.right for result in found) else 1
+
+
+def _run_contest(plan: Plan) -> int:
+    """All contenders. Rows go to the file after every call, so that a run which is cut short leaves what it has."""
+    from tqdm import tqdm
+
+    if plan.csv is not None and plan.csv.exists():
+        results.read(plan.csv)  # a file of another kind is refused before the work, not after
+    rows: list[Row] = []
+    remarks: dict[str, list[str]] = {}  # -> the shapes that they concern
+    broken = False
+    with tqdm(plan.jobs, desc="bench", unit="call", file=sys.stderr) as bar:
+        bar.set_postfix_str("matmul")
+        matmul = timing.matmul_tflops(plan.device) if plan.device.type == "cuda" else None
+        for shape, kind, sparsity in bar:
+
+            def tell(stage: str, name: str = shape.name) -> None:
+                bar.set_postfix_str(
+                    f"{name}: {stage}", refresh=sys.stderr.isatty()
+                )  # in a log, a line a call is enough
+
+            outcome = contest.measure(
+                shape, sparse_type=kind, sparsity=sparsity, precisions=plan.precisions, dtype=plan.dtype,
+                device=plan.device, backend=plan.backend, batch=plan.batch, heads=plan.heads, repeats=plan.rounds,
+                seconds=plan.seconds, seed=plan.seed, flex=plan.flex, matmul_tflops=matmul, tell=tell,
+            )  # fmt: skip
+            if plan.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()  # of the graphs
+            rows += outcome.rows
+            broken = broken or bool(outcome.broken)
+            for kind_of, about in (("left out", outcome.left_out), ("BROKEN", outcome.broken)):
+                for name, reason in about.items():
+                    remarks.setdefault(f"{kind_of}: {name}: {reason}", []).append(shape.name)
+            if plan.csv is not None:
+                results.update(plan.csv, outcome.rows)
+            for line in _summary(outcome.rows):
+                bar.write(line, file=sys.stderr)
+    notes = sys.stderr if plan.as_json else sys.stdout
+    for remark, names in remarks.items():
+        where = "" if len(names) == len(plan.jobs) else f" ({', '.join(dict.fromkeys(names))})"
+        print(remark + where, file=notes, flush=True)
+    if plan.plot is not None:
+        _draw(rows, plan.plot, plan.panels, notes)
+    if plan.as_json:
+        _say(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _say(_heading(rows, plan))
+        _say(results.format_rows(rows))
+    wrong = any(not row.right for row in rows if row.contender.endswith((" kernel", " call", " graph")))
+    return 1 if wrong or broken else 0
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each whole call, to read while others are measured."""
+    return [
+        f"{row.shape} at {row.sparsity:g}, {row.contender}, {row.precision}: {row.ms:.3f} ms, "
+        + (f"{row.speedup:.2f}x" if row.speedup is not None else "no speed-up" if row.right else "WRONG")
+        for row in rows
+        if row.contender.endswith(" call")
+    ]
+
+
+def _heading(rows: Sequence[Row], plan: Plan) -> str:
+    first = rows[0]
+    peak = "" if first.matmul_tflops is None else f"; a bf16 matmul reaches {first.matmul_tflops:.0f} TFLOP/s"
+    return (
+        f"{first.gpu}, torch {first.torch}, triton {first.triton}, rainfusion {first.rainfusion}, synthetic video, "
+        f"medians of up to {plan.rounds} rounds or {plan.seconds:g} s{peak}\n"
+        "TFLOP/s on the kept blocks; 'around': beyond the kernel, in percent of it; 'peak MB': beyond inputs and "
+        "output;\n"
+        "relative L2 errors: 'vs dense' is what skipping blocks changes, 'vs fp64' what the arithmetic loses"
+    )
+
+
+def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as_json: bool) -> int:
+    """The rows of a file as a picture, a table or JSON, without measuring anything."""
+    rows = results.read(csv)
+    if plot is not None:
+        _draw(rows, plot, panels, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        _say(json.dumps([asdict(row) for row in rows], indent=2))
+    elif plot is None:
+        _say(results.format_rows(rows))
+    return 0
+
+
+def _draw(rows: Sequence[Row], path: Path, panels: Sequence[str] | None, notes: TextIO) -> None:
+    from rainfusion.tools.pictures import speedup_figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    speedup_figure(rows, panels).savefig(path)
+    print(f"wrote {path}", file=notes, flush=True)
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        print(line, flush=True)

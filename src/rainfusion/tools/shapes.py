@@ -17,6 +17,7 @@ class Shape:
     note: str
     tokens: int = 0  # only where there is no grid
     small: bool = False  # seconds on a CPU
+    batch: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -34,9 +35,25 @@ SHAPES = {
         Shape("qwen-image-2048", 24, 128, (1, 128, 128), 256, 0.6, "Qwen-Image, 2048x2048, text"),
         Shape("flux-1024", 24, 128, (1, 64, 64), 512, 0.6, "Flux, 1024x1024, text"),
         Shape("flux-2048", 24, 128, (1, 128, 128), 512, 0.6, "Flux, 2048x2048, text"),
+        Shape("image-4096", 24, 128, (1, 64, 64), 0, 0.6, "an image of 4096 tokens, batch of 2", batch=2),
         Shape("tokens-8k", 4, 128, None, 0, 0.8, "8192 tokens, 4 heads, nothing protected", 8192, small=True),
         Shape("wan-480p-17f", 4, 128, (5, 30, 52), 0, 0.8, "Wan at 832x480, 17 frames, 4 heads", small=True),
         Shape("flux-1024-4h", 4, 128, (1, 64, 64), 512, 0.6, "Flux, 1024x1024, text, 4 heads", small=True),
         Shape("qwen-image-512", 4, 128, (1, 32, 32), 64, 0.6, "Qwen-Image, 512x512, text, 4 heads", small=True),
     )
 }
+
+# Tokens against speed: pictures, so that the first frame does not change the density on the way
+_SWEEP_GRIDS = (
+    (32, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 400), (384, 400),
+)  # fmt: skip
+SWEEP_SPARSITIES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+SWEEP_PREFIX = "grid-"
+
+
+def token_sweep(heads: int = 12, head_dim: int = 128, sparsity: float = 0.8) -> list[Shape]:
+    """Grids of 2,048 to 153,600 tokens."""
+    return [
+        Shape(f"{SWEEP_PREFIX}{h * w}", heads, head_dim, (1, h, w), 0, sparsity, "of the token sweep")
+        for h, w in _SWEEP_GRIDS
+    ]

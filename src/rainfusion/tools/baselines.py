@@ -1,0 +1,266 @@
+"""What attention is compared with: torch's dense kernels, and other libraries where they are installed.
+
+A baseline has `why_not`, which says in words why it cannot run here, and `prepare`, which returns the calls to time:
+one for each set of inputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rainfusion.blockmask import BlockMask
+from rainfusion.layout import TokenLayout
+
+Call = Callable[[], Tensor]
+
+
+class Setting(NamedTuple):
+    """One attention call. q, k, v [B, H, S, D] in the caller's order; the mask is in the layout's."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    layout: TokenLayout
+
+
+class Baseline(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def dense(self) -> bool:
+        """Whether it computes every block."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in the inputs' precision; the best dense baseline is one that does."""
+
+    @property
+    def same_blocks(self) -> bool:
+        """Whether it attends to our blocks (or to all, if dense), so that rows can be checked."""
+
+    def why_not(self, q: Tensor) -> str | None: ...
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]: ...
+    @property
+    def reordered(self) -> bool:
+        """Whether its calls return tokens in the layout's order."""
+
+
+def _needs_half_on_cuda(q: Tensor) -> str | None:
+    if q.device.type != "cuda":
+        return f"needs a CUDA device, got {q.device.type} tensors"
+    if q.dtype.itemsize != 2:
+        return f"takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _not_importable(module: str, *names: str) -> str | None:
+    """Why these names cannot be had from a module."""
+    if find_spec(module) is None:
+        return f"{module} is not installed"
+    try:
+        imported = import_module(module)
+    except Exception as error:  # a package built for another torch fails in its own ways
+        return f"{module} cannot be imported: {first_line(error)}"
+    missing = [name for name in names if not hasattr(imported, name)]
+    return f"{module} has no {', '.join(missing)}" if missing else None
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+@dataclass(frozen=True)
+class TorchKernel:
+    """Dense attention by one of torch's own kernels."""
+
+    name: str
+    backend: str  # a name of torch.nn.attention.SDPBackend
+    dense: bool = True
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        reason = _needs_half_on_cuda(q)
+        if reason is not None:
+            return reason
+        from torch.backends import cuda
+
+        can_use = getattr(
+            cuda, {"CUDNN_ATTENTION": "can_use_cudnn_attention"}.get(self.backend, "can_use_flash_attention")
+        )
+        params = cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            if can_use(params, True):
+                return None
+        return "; ".join(str(warning.message).splitlines()[0] for warning in said) or "torch does not offer it here"
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, self.backend)
+
+        def call(setting: Setting) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(setting.q, setting.k, setting.v)
+
+        return [partial(call, setting) for setting in settings]
+
+
+@dataclass(frozen=True)
+class TorchDefault:
+    """Dense attention by the kernel that torch takes by itself, where neither cuDNN nor FlashAttention runs."""
+
+    name: str = "torch"
+    dense: bool = True
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        return "takes cuDNN or FlashAttention here" if _needs_half_on_cuda(q) is None else None
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        return [partial(F.scaled_dot_product_attention, s.q, s.k, s.v) for s in settings]
+
+
+@dataclass(frozen=True)
+class FlashAttention3:
+    name: str = "FlashAttention-3"
+    dense: bool = True
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        reason = _needs_half_on_cuda(q) or _not_importable("flash_attn_interface", "flash_attn_func")
+        if reason is None and torch.cuda.get_device_capability(q.device) != (9, 0):
+            return "needs compute capability 9.0, found {}.{}".format(*torch.cuda.get_device_capability(q.device))
+        return reason
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        flash_attn_func = import_module("flash_attn_interface").flash_attn_func
+
+        def call(setting: Setting) -> Tensor:
+            result = flash_attn_func(*(x.transpose(1, 2) for x in (setting.q, setting.k, setting.v)))  # [B, S, H, D]
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out.transpose(1, 2)
+
+        return [partial(call, setting) for setting in settings]
+
+
+@dataclass(frozen=True)
+class SageAttention:
+    """Dense attention with int8 and fp8 products."""
+
+    name: str = "SageAttention"
+    dense: bool = True
+    exact: bool = False
+    same_blocks: bool = True
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        return _needs_half_on_cuda(q) or _not_importable("sageattention", "sageattn")
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        sageattn = import_module("sageattention").sageattn
+
+        return [partial(sageattn, s.q, s.k, s.v, tensor_layout="HND", is_causal=False) for s in settings]
+
+
+@dataclass(frozen=True)
+class SpargeAttention:
+    """Its own choice of as many blocks as ours, in the caller's order, with int8 and fp8 products; the whole call."""
+
+    name: str = "SpargeAttn"
+    dense: bool = False
+    exact: bool = False
+    same_blocks: bool = False
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        reason = _needs_half_on_cuda(q)
+        if reason is None and q.shape[3] not in (64, 128):
+            return f"takes head dims 64 and 128, got {q.shape[3]}"
+        return reason or _not_importable("spas_sage_attn", "spas_sage2_attn_meansim_topk_cuda")
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        attend = import_module("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
+
+        share = settings[0].mask.density()
+        return [partial(attend, s.q, s.k, s.v, topk=share, is_causal=False, tensor_layout="HND") for s in settings]
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """torch's FlexAttention over our blocks, its inputs reordered beforehand: the attention kernel alone."""
+
+    name: str = "FlexAttention"
+    dense: bool = False
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = True
+
+    def why_not(self, q: Tensor) -> str | None:
+        reason = _needs_half_on_cuda(q)
+        if reason is None and q.shape[3] & (q.shape[3] - 1):
+            return f"takes head dims that are powers of two, got {q.shape[3]}"
+        return reason or (None if find_spec("triton") else "needs Triton, which is not installed here")
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        from torch.nn.attention import flex_attention as flex
+
+        torch._dynamo.reset()  # after a few shapes it would give up compiling, and hold all logits at once
+        attend: Any = torch.compile(flex.flex_attention, dynamic=False)
+        mask = settings[0].mask
+        block_mask = flex_block_mask(mask, settings[0].q.shape[2], settings[0].k.shape[2])
+        inputs = [tuple(s.layout.reorder(x).contiguous() for x in (s.q, s.k, s.v)) for s in settings]
+        # TMA loads are the faster way where there are some, but not every shape compiles with them
+        hopper = torch.cuda.get_device_capability(settings[0].q.device) >= (9, 0)
+        ways: list[dict[str, Any]] = [{"USE_TMA": True}, {}] if hopper else [{}]
+        for way in ways:
+            try:
+                attend(*inputs[0], block_mask=block_mask, kernel_options=way)
+            except Exception:
+                if way is ways[-1]:
+                    raise
+                continue
+            break
+
+        def call(qkv: tuple[Tensor, ...]) -> Tensor:
+            return attend(*qkv, block_mask=block_mask, kernel_options=way)  # type: ignore[no-any-return]
+
+        return [partial(call, qkv) for qkv in inputs]
+
+
+def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> Any:
+    """Our mask as FlexAttention's: every kept block is a full one, so that no element is masked but the ragged end."""
+    from torch.nn.attention import flex_attention as flex
+
+    return flex.BlockMask.from_kv_blocks(
+        torch.zeros_like(mask.counts), mask.indices, mask.counts, mask.indices, BLOCK_SIZE=mask.block_size,
+        seq_lengths=(q_len, k_len),
+    )  # fmt: skip
+
+
+DENSE: tuple[Baseline, ...] = (
+    TorchKernel("cuDNN", "CUDNN_ATTENTION"),
+    TorchKernel("FlashAttention", "FLASH_ATTENTION"),
+    TorchDefault(),
+    FlashAttention3(),
+    SageAttention(),
+)
+SPARSE: tuple[Baseline, ...] = (SpargeAttention(),)
+FLEX: tuple[Baseline, ...] = (FlexAttention(),)
