@@ -27,7 +27,7 @@ from rainfusion.tools.table import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 has bf16's sizes
 HEAD_DIMS = (64, 128, 256)
-KEYS, WARPS, STAGES = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
+QUERIES, KEYS, WARPS, STAGES = (64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
 GRID = (1, 128, 128)
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     jobs = [
         (head_dim, dtype, Tile(*sizes))
         for head_dim, dtype in product(args.head_dim, args.dtype)
-        for sizes in product(args.keys, args.warps, args.stages)
+        for sizes in product(args.queries, args.keys, args.warps, args.stages)
     ]
     trials = try_all(jobs, args)
     print(report(trials, capability), flush=True)
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS), help="default: 64 128 256")
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES, help="default: bf16 fp32")
+    parser.add_argument("--queries", type=int, nargs="+", default=list(QUERIES), help="of a program (default: 64 128)")
     parser.add_argument("--keys", type=int, nargs="+", default=list(KEYS), help="at a time (default: 16 32 64 128)")
     parser.add_argument("--warps", type=int, nargs="+", default=list(WARPS), help="default: 4 8")
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="default: 1 2 3 4")
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sparsity", type=float, default=0.8, help="of it; it has 16384 tokens (default: 0.8)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile at once (default: 8)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for a candidate (default: 90)")
-    parser.add_argument("--measure", type=int, nargs=3, help=argparse.SUPPRESS)  # one candidate, in its own process
+    parser.add_argument("--measure", type=int, nargs=4, help=argparse.SUPPRESS)  # one candidate, in its own process
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -163,7 +164,7 @@ def report(trials: list[Trial], capability: tuple[int, int] | str) -> str:
         failed = [trial for trial in group if trial.ms is None]
         rows += [(str(tuple(trial.tile)), "-", trial.problem) for trial in failed]
         parts.append(f"\nhead dim {head_dim}, {dtype}: {len(ran)} of {len(group)} ran")
-        parts.append(table(("keys, warps, stages", "ms", ""), rows))
+        parts.append(table(("queries, keys, warps, stages", "ms", ""), rows))
         if ran:
             where = f"{head_dim}, {itemsize}" if capability == "hip" else f"{capability}, {head_dim}, {itemsize}"
             lines.append(f"    ({where}, Tile({', '.join(map(str, ran[0].tile))})),")

@@ -490,15 +490,15 @@ def test_tune_has_help_with_an_example_and_says_what_it_needs(tune, capsys, monk
 
 def test_tune_prints_the_best_tile_as_a_line_of_the_table(tune):
     trials = [
-        tune.Trial(128, "bf16", tune.Tile(64, 8, 2), 1.25),
-        tune.Trial(128, "bf16", tune.Tile(64, 4, 3), 1.0),
-        tune.Trial(128, "bf16", tune.Tile(128, 4, 4), None, "out of shared memory"),
-        tune.Trial(64, "fp32", tune.Tile(32, 8, 2), None, "took more than 90 s"),
+        tune.Trial(128, "bf16", tune.Tile(128, 64, 8, 2), 1.25),
+        tune.Trial(128, "bf16", tune.Tile(128, 64, 4, 3), 1.0),
+        tune.Trial(128, "bf16", tune.Tile(128, 128, 4, 4), None, "out of shared memory"),
+        tune.Trial(64, "fp32", tune.Tile(64, 32, 8, 2), None, "took more than 90 s"),
     ]
     text = tune.report(trials, (9, 0))
-    assert text.endswith("rainfusion/kernels/tuning.py:\n    ((9, 0), 128, 2, Tile(64, 4, 3)),")
+    assert text.endswith("rainfusion/kernels/tuning.py:\n    ((9, 0), 128, 2, Tile(128, 64, 4, 3)),")
     assert "2 of 3 ran" in text and "out of shared memory" in text and "took more than 90 s" in text
-    assert tune.report(trials, "hip").endswith("    (128, 2, Tile(64, 4, 3)),")
+    assert tune.report(trials, "hip").endswith("    (128, 2, Tile(128, 64, 4, 3)),")
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_tune_survives_a_candidate_that_fails_or_hangs(tune, tmp_path, script, m
     (tmp_path / "candidate.py").write_text(script)
     tune.__file__ = str(tmp_path / "candidate.py")
     args = tune._parser().parse_args(["--limit", "3"])
-    trial = tune.try_one(128, "bf16", tune.Tile(64, 4, 2), args, tmp_path / "lock")
+    trial = tune.try_one(128, "bf16", tune.Tile(128, 64, 4, 2), args, tmp_path / "lock")
     assert (trial.ms, trial.problem) == (ms, problem)
 
 

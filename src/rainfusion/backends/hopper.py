@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ def why_not(
 ) -> str | None:
     if q.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(q)}"
-    if find_spec("triton") is None:
+    if not triton.installed():
         return triton.NOT_INSTALLED
     if _triton_version() not in TESTED_TRITON:
         return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {_triton_version()}"
@@ -225,6 +224,7 @@ def _stages(padded: int, quant: int) -> int:
     return 3 if padded == 128 and not quant else 4
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @lru_cache(maxsize=1)
 def _triton_version() -> str:
     """From its metadata: importing Triton takes longer. Reading them takes a third of a millisecond, so once."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ LOG2E = math.log2(math.e)
 def why_not(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
 ) -> str | None:
-    if find_spec("triton") is None:
+    if not installed():
         return NOT_INSTALLED
     if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
         return f"needs a CUDA or ROCm device, got {q.device.type} tensors"
@@ -50,6 +51,12 @@ def why_not(
     if precision not in PRECISIONS:
         return f"has no {precision} kernels"
     return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=1)
+def installed() -> bool:
+    return find_spec("triton") is not None
 
 
 class Keys(NamedTuple):
@@ -204,17 +211,17 @@ def _keep_best(
 
 def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_len: int) -> BlockMask:
     """ada_bsa's scores and selection; k has zeros where keys were removed."""
-    from rainfusion.kernels import ranking
+    from rainfusion.kernels import ranking, tuning
 
     batch, heads, q_len, head_dim = q.shape
     rows, columns = math.ceil(q_len / 128), math.ceil(k_len / 128)
     mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     groups = as_bytes(live_groups(keep, batch, k_len, columns, k.device)).contiguous()
-    tile, warps = (128, 8) if q.dtype.itemsize == 2 and head_dim <= 128 else (64, 4)
-    ranking.antidiagonal_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile),)](
+    tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
+    ranking.antidiagonal_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
         q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
-        q_len, k_len, D=head_dim, D_PAD=_padded(head_dim), BM=tile, BN=tile, IS_CAUSAL=options.is_causal,
-        PRECISION=_exact_products(q), num_warps=warps, num_stages=2 if q.dtype.itemsize == 2 else 1,
+        q_len, k_len, D=head_dim, D_PAD=_padded(head_dim), BM=tile.queries, BN=tile.keys, IS_CAUSAL=options.is_causal,
+        PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
     live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))
@@ -288,6 +295,7 @@ def key_bias(layout: TokenLayout, keep: Tensor, bias: Tensor | None) -> Tensor:
     return F.pad(total, (0, padding), value=-torch.inf).contiguous()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interpreted() -> bool:
     """TRITON_INTERPRET=1: Triton runs kernels on the CPU, slowly, which is how they are tested without a GPU."""
     from triton import knobs

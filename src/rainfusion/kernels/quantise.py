@@ -47,14 +47,17 @@ def channels_kernel(
     m_d = o_d < D
     b_sum = tl.zeros([D_PAD], tl.float32)
     b_max = tl.zeros([D_PAD], tl.float32)
+    number = 0.0  # of blocks with a key left: the mean of the others is 0, and not to be counted
     for first in range(0, N, ROWS):
         o_n = first + tl.arange(0, ROWS)
         o_x = (bh * N + o_n)[:, None] * D + o_d[None, :]
         m_x = (o_n < N)[:, None] & m_d[None, :]
-        b_sum += tl.sum(tl.load(k_means + o_x, mask=m_x, other=0.0), 0)
+        b_means = tl.load(k_means + o_x, mask=m_x, other=0.0)
+        b_sum += tl.sum(b_means, 0)
+        number += tl.sum((tl.max(tl.abs(b_means), 1) > 0).to(tl.float32), 0)
         b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_x, mask=m_x, other=0.0), 0))
     # a mean that is not finite would spoil every key, instead of the ones that are not
-    b_mean = b_sum / N
+    b_mean = b_sum / tl.maximum(number, 1.0)
     b_mean = tl.where(tl.abs(b_mean) < float("inf"), b_mean, 0.0)
     tl.store(k_mean + bh * D + o_d, b_mean, mask=m_d)
     tl.store(v_scale + bh * D + o_d, tl.maximum(b_max, 1e-30) / 448.0, mask=m_d)

@@ -41,7 +41,7 @@ def _group_logits(
 ):  # fmt: skip
     """[BM, BN] mean logits of 8 antidiagonal pairs: sum_i q[8a + 7 - i] . k[8b + i]. m_q, m_k: tokens left there."""
     b_s = tl.zeros([BM, BN], tl.float32)
-    for i in tl.static_range(LAST + 1):
+    for i in range(LAST + 1):
         b_q = tl.load(p_q + (LAST - i) * q_stride_s, mask=(m_q > LAST - i)[:, None] & m_d, other=0.0)
         b_k = tl.load(p_k + i * k_stride_s, mask=(m_k > i)[:, None] & m_d, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)

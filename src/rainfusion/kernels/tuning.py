@@ -49,3 +49,13 @@ def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: i
         return next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
     least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
     return next(tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
+
+
+def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
+    """For ada_bsa's scores: groups of queries and of keys. By shared memory; not measured but on an H200."""
+    roomy = capability != "hip" and capability not in _SMALL_SHARED_MEMORY and capability >= (9, 0)
+    if itemsize == 2 and head_dim <= 128 and roomy:
+        return Tile(128, 128, 8, 3)
+    if itemsize == 2:
+        return Tile(64, 64, 4, 2)
+    return Tile(64, 64, 4, 1) if head_dim <= 128 and capability != "hip" else Tile(32, 32, 4, 1)
