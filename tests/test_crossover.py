@@ -1,0 +1,83 @@
+"""When dense attention is faster, and how a user learns it."""
+
+import pytest
+import torch
+
+from rainfusion import crossover, explain, predict_mask
+from rainfusion.arguments import options
+from rainfusion.tools.shapes import SHAPES
+
+
+def call(q, k, **kwargs):
+    return options(q, k, predicts=True, sparse_type="rf_v2", **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(sparsity=0.7),
+        dict(sparsity=0.7, txt_len=200),
+        dict(sparsity=0.9, latent_shape_q=[5, 20, 21], txt_len=100),
+        dict(sparsity=1.0, latent_shape_q=[5, 20, 21], txt_len=100),
+        dict(sparsity=0.6, video_spans=[{"start": 0, "latent_shape": [3, 20, 20]}]),
+        dict(sparsity=0.5, block_size=64, latent_shape_q=[1, 44, 50]),
+    ],
+)
+def test_the_expected_density_is_what_a_prediction_keeps(kwargs):
+    q, k = torch.randn(2, 1, 8, 2200, 32)
+    density = predict_mask(q, k, sparse_type="rf_v2", **kwargs).density()
+    assert crossover.expected_density(call(q, k, **kwargs), 2200, 2200) == pytest.approx(density, abs=0.02)
+
+
+def test_ada_bsa_keeps_what_the_data_says():
+    q = torch.zeros(1, 1, 2000, 32)
+    capped = options(q, q, predicts=True, sparse_type="ada_bsa", sparsity=0.4, cdf_threshold=0.9)
+    free = options(q, q, predicts=True, sparse_type="ada_bsa", cdf_threshold=0.9)
+    assert crossover.expected_density(capped, 2000, 2000) == pytest.approx(0.6)
+    assert crossover.expected_density(free, 2000, 2000) is None
+
+
+def times(shape, sparsity):
+    q = torch.empty(shape.batch, shape.heads, shape.seq_len, shape.head_dim, dtype=torch.bfloat16, device="meta")
+    grid = list(shape.latent_shape) if shape.latent_shape else None
+    checked = call(q, q, sparsity=sparsity, latent_shape_q=grid, txt_len=shape.txt_len)
+    density = crossover.expected_density(checked, shape.seq_len, shape.seq_len)
+    return crossover._times("hopper", q, q, density)
+
+
+@pytest.mark.parametrize("name", ["wan-720p", "wan-480p", "image-4096", "qwen-image-2048"])
+def test_sparse_pays_on_the_shapes_it_is_for(name):
+    dense, sparse = times(SHAPES[name], SHAPES[name].sparsity)
+    assert sparse < dense
+
+
+def test_dense_wins_where_there_is_little_to_skip():
+    dense, sparse = times(SHAPES["qwen-image-512"], 0.6)  # short
+    assert dense < sparse
+    dense, sparse = times(SHAPES["wan-480p"], 0.02)  # nearly everything is kept
+    assert dense < sparse
+
+
+def test_on_a_cpu_nothing_is_switched():
+    q = torch.zeros(1, 2, 256, 64)
+    assert crossover.why_dense("portable", q, q, call(q, q, sparsity=0.5)) is None
+
+
+def test_explain_says_what_runs_and_why_not_faster():
+    q = torch.zeros(1, 2, 256, 64)
+    text = explain(q, q, q, sparse_type="rf_v2", sparsity=0.5)
+    assert text.startswith("runs with 'portable'\n")
+    assert "not with 'hopper': it needs an NVIDIA GPU of compute capability 9.0" in text
+    assert explain(q, q, q).startswith("runs with torch's attention: nothing is to be skipped")
+    assert explain(q, q, q, return_lse=True).startswith("runs with 'portable'")
+    assert explain(q, q, q, sparse_type="rf_v2", sparsity=0.5, backend="reference").startswith("runs with 'reference'")
+
+
+def test_explain_checks_arguments_as_the_call_does():
+    q = torch.zeros(1, 2, 256, 64)
+    with pytest.raises(ValueError, match="sparsity must be in"):
+        explain(q, q, q, sparsity=2.0)
+    with pytest.raises(ValueError, match=r"'hopper' needs an NVIDIA GPU .* found cpu tensors"):
+        explain(q, q, q, backend="hopper")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparcity'"):
+        explain(q, q, q, sparcity=0.5)
