@@ -2,22 +2,26 @@
 #   make demo        run the main job: sparse against dense attention on a synthetic video, pictures in demo/
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
+#   make test-gpu    the suite for an NVIDIA GPU, on a machine with one
 #   make bench       time named shapes on this machine
 
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all test-gpu bench lint clean
 
 demo: .venv/ready
 	$(BIN)/rainfusion demo --out demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not gpu"
 
 test-all: lint
-	RAINFUSION_FUZZ=20 $(BIN)/pytest --timeout 1800
+	RAINFUSION_FUZZ=20 $(BIN)/pytest -m "not gpu" --timeout 1800
+
+test-gpu: .venv/ready
+	$(BIN)/pytest -m gpu
 
 bench: .venv/ready
 	$(BIN)/rainfusion bench

@@ -33,8 +33,8 @@ def why_not(
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(q)}"
     if not triton.installed():
         return triton.NOT_INSTALLED
-    if _triton_version() not in TESTED_TRITON:
-        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {_triton_version()}"
+    if triton_version() not in TESTED_TRITON:
+        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {triton_version()}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > MAX_HEAD_DIM:
@@ -225,9 +225,13 @@ def _stages(padded: int, quant: int) -> int:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def triton_version() -> str:
+    return _triton_metadata()
+
+
 @lru_cache(maxsize=1)
-def _triton_version() -> str:
-    """From its metadata: importing Triton takes longer. Reading them takes a third of a millisecond, so once."""
+def _triton_metadata() -> str:
+    """Importing Triton takes longer. Reading this takes a third of a millisecond, so once."""
     return version("triton")
 
 

@@ -54,8 +54,13 @@ def why_not(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=1)
 def installed() -> bool:
+    return _triton_is_there()
+
+
+@lru_cache(maxsize=1)
+def _triton_is_there() -> bool:
+    """Without importing it. Apart from `installed`, because compilers look through a cache, and cannot trace this."""
     return find_spec("triton") is not None
 
 
@@ -193,11 +198,10 @@ def _keep_best(
     columns = k_means.shape[2]
     scores = q_means.new_empty((batch, heads, rows, columns))
     live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
-    tile = 128 if head_dim <= 128 else 64
+    tile = 64
     ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
         q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows, columns,
-        D=head_dim, D_PAD=_padded(head_dim), BM=tile, BN=tile, HAS_LIVE=live is not None,
-        PRECISION=_exact_products(q_means), num_warps=tile // 16,
+        D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(q_means), num_warps=4,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q_means.device)
     indices = scores.view(torch.int32)
@@ -220,8 +224,8 @@ def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_le
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
     ranking.antidiagonal_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
         q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
-        q_len, k_len, D=head_dim, D_PAD=_padded(head_dim), BM=tile.queries, BN=tile.keys, IS_CAUSAL=options.is_causal,
-        PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
+        q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
+        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
     live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))

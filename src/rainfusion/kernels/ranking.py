@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit
 def mean_scores_kernel(
     q_means, k_means, live, scores, scale, H, SHARED, NQ, NK,
-    D: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_LIVE: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_LIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """scores[i, j] = scale * q_means[i] . k_means[j], -inf where block j has no key: fp32 [B, H, NQ, NK]."""
@@ -22,11 +22,15 @@ def mean_scores_kernel(
     k_bh = b * (H // SHARED) + h // SHARED
     o_m = (tile // tiles_n) * BM + tl.arange(0, BM)
     o_n = (tile % tiles_n) * BN + tl.arange(0, BN)
-    o_d = tl.arange(0, D_PAD)
-    m_d = (o_d < D)[None, :]
-    b_q = tl.load(q_means + (bh * NQ + o_m)[:, None] * D + o_d[None, :], mask=(o_m < NQ)[:, None] & m_d, other=0.0)
-    b_k = tl.load(k_means + (k_bh * NK + o_n)[:, None] * D + o_d[None, :], mask=(o_n < NK)[:, None] & m_d, other=0.0)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [BM, BN]
+    p_q = q_means + (bh * NQ + o_m)[:, None] * D
+    p_k = k_means + (k_bh * NK + o_n)[:, None] * D
+    b_s = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, D, BD):
+        o_d = (first + tl.arange(0, BD))[None, :]
+        b_q = tl.load(p_q + o_d, mask=(o_m < NQ)[:, None] & (o_d < D), other=0.0)
+        b_k = tl.load(p_k + o_d, mask=(o_n < NK)[:, None] & (o_d < D), other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)  # [BM, BN]
+    b_s = b_s * scale
     if HAS_LIVE:
         b_live = tl.load(live + b * NK + o_n, mask=o_n < NK, other=0) != 0
         b_s = tl.where(b_live[None, :], b_s, float("-inf"))
@@ -36,18 +40,35 @@ def mean_scores_kernel(
 
 @triton.jit
 def _group_logits(
-    p_q, p_k, q_stride_s, k_stride_s, m_q, m_k, m_d, scale,
-    LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] mean logits of 8 antidiagonal pairs: sum_i q[8a + 7 - i] . k[8b + i]. m_q, m_k: tokens left there."""
+    """[BM, BN] mean logits of 8 antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i]; -inf where nothing is seen.
+
+    o_m [BM], o_n [BN]: the groups a and b.
+    """
+    CHUNKS: tl.constexpr = (D + BD - 1) // BD
     b_s = tl.zeros([BM, BN], tl.float32)
-    for i in range(LAST + 1):
-        b_q = tl.load(p_q + (LAST - i) * q_stride_s, mask=(m_q > LAST - i)[:, None] & m_d, other=0.0)
-        b_k = tl.load(p_k + i * k_stride_s, mask=(m_k > i)[:, None] & m_d, other=0.0)
+    for step in range(8 * CHUNKS):
+        i = step // CHUNKS
+        o_q, o_k = o_m * 8 + (7 - i), o_n * 8 + i
+        o_d = (step % CHUNKS) * BD + tl.arange(0, BD)
+        m_d = (o_d < D)[None, :]
+        b_q = tl.load(
+            p_q + o_q[:, None] * q_stride_s + o_d[None, :] * q_stride_d, mask=(o_q < Sq)[:, None] & m_d, other=0.0
+        )
+        b_k = tl.load(
+            p_k + o_k[:, None] * k_stride_s + o_d[None, :] * k_stride_d, mask=(o_k < Sk)[:, None] & m_d, other=0.0
+        )
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
     b_s = b_s * scale
     # a NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output
-    return tl.where((b_s != b_s) | (b_s == float("inf")), 3.4028234663852886e38, b_s)
+    b_s = tl.where((b_s != b_s) | (b_s == float("inf")), 3.4028234663852886e38, b_s)
+    m_s = (tl.load(live + o_n, mask=o_n < groups_k, other=0) != 0)[None, :]
+    if IS_CAUSAL:
+        m_s = m_s & (o_n[None, :] <= o_m[:, None])
+    return tl.where(m_s, b_s, float("-inf"))
 
 
 @triton.jit
@@ -55,7 +76,7 @@ def antidiagonal_mass_kernel(
     q, k, live, mass,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     scale, H, SHARED, NQ, NK, Sq, Sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the 16x16 groups of a block pair of softmax_b(mean logit of 8 antidiagonal pairs).
@@ -70,11 +91,9 @@ def antidiagonal_mass_kernel(
     bh, tile = pid // tiles_m, tiles_m - 1 - pid % tiles_m
     b, h = bh // H, bh % H
     o_m = tile * BM + tl.arange(0, BM)
-    o_d = tl.arange(0, D_PAD)
-    m_d = (o_d < D)[None, :]
-    p_q = q + b * q_stride_b + h * q_stride_h + (o_m * 8)[:, None] * q_stride_s + o_d[None, :] * q_stride_d
-    p_k0 = k + b * k_stride_b + (h // SHARED) * k_stride_h + o_d[None, :] * k_stride_d
-    tokens_q = Sq - o_m * 8
+    p_q = q + b * q_stride_b + h * q_stride_h
+    p_k = k + b * k_stride_b + (h // SHARED) * k_stride_h
+    p_live = live + b * (NK * GROUPS)
     end = NK * GROUPS
     if IS_CAUSAL:
         end = tl.minimum(end, (tile + 1) * BM)
@@ -82,13 +101,10 @@ def antidiagonal_mass_kernel(
     b_l = tl.zeros([BM], tl.float32)
     for first in range(0, end, BN):
         o_n = (first + tl.arange(0, BN)).to(tl.int64)
-        p_k = p_k0 + (o_n * 8)[:, None] * k_stride_s
-        b_s = _group_logits(p_q, p_k, q_stride_s, k_stride_s, tokens_q, Sk - o_n * 8, m_d, scale, 7, BM, BN, PRECISION)
-        m_n = tl.load(live + b * (NK * GROUPS) + o_n, mask=o_n < NK * GROUPS, other=0) != 0
-        m_s = m_n[None, :]
-        if IS_CAUSAL:
-            m_s = m_s & (o_n[None, :] <= o_m[:, None])
-        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_s = _group_logits(
+            p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
+            D, BM, BN, BD, IS_CAUSAL, PRECISION,
+        )  # fmt: skip
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E)
@@ -96,21 +112,16 @@ def antidiagonal_mass_kernel(
         b_m = b_new
     b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
     # rows of padding, and rows that see no key, count nothing
-    b_norm = tl.where((b_l > 0) & (tokens_q > 0), 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
+    b_norm = tl.where((b_l > 0) & (o_m * 8 < Sq), 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
     o_i = tile * (BM // GROUPS) + tl.arange(0, BM // GROUPS)
     for first in range(0, tl.cdiv(NK * GROUPS, BN) * BN, BN):
-        o_n = (first + tl.arange(0, BN)).to(tl.int64)
         b_sum = tl.zeros([BM // GROUPS, BN // GROUPS], tl.float32)
         if first < end:
-            p_k = p_k0 + (o_n * 8)[:, None] * k_stride_s
+            o_n = (first + tl.arange(0, BN)).to(tl.int64)
             b_s = _group_logits(
-                p_q, p_k, q_stride_s, k_stride_s, tokens_q, Sk - o_n * 8, m_d, scale, 7, BM, BN, PRECISION
-            )
-            m_n = tl.load(live + b * (NK * GROUPS) + o_n, mask=o_n < NK * GROUPS, other=0) != 0
-            m_s = m_n[None, :]
-            if IS_CAUSAL:
-                m_s = m_s & (o_n[None, :] <= o_m[:, None])
-            b_s = tl.where(m_s, b_s, float("-inf"))
+                p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
+                D, BM, BN, BD, IS_CAUSAL, PRECISION,
+            )  # fmt: skip
             b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
             b_p = tl.reshape(b_p, [BM // GROUPS, GROUPS, BN // GROUPS, GROUPS])
             b_sum = tl.sum(tl.sum(b_p, 3), 1)

@@ -53,9 +53,11 @@ def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: i
 
 def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
     """For ada_bsa's scores: groups of queries and of keys. By shared memory; not measured but on an H200."""
-    roomy = capability != "hip" and capability not in _SMALL_SHARED_MEMORY and capability >= (9, 0)
-    if itemsize == 2 and head_dim <= 128 and roomy:
+    if itemsize == 2 and head_dim <= 128 and _roomy(capability):
         return Tile(128, 128, 8, 3)
-    if itemsize == 2:
-        return Tile(64, 64, 4, 2)
-    return Tile(64, 64, 4, 1) if head_dim <= 128 and capability != "hip" else Tile(32, 32, 4, 1)
+    return Tile(64, 64, 4, 2)
+
+
+def _roomy(capability: tuple[int, int] | str) -> bool:
+    """Hopper and the large Blackwell: 227 KB of shared memory, and products that read it themselves."""
+    return not isinstance(capability, str) and capability >= (9, 0) and capability not in _SMALL_SHARED_MEMORY
