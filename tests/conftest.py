@@ -1,10 +1,18 @@
-"""Fresh memory is filled with NaN (floats) or huge numbers (ints), so that a read before a write shows."""
+"""Fresh memory is filled with NaN (floats) or huge numbers (ints), so that a read before a write shows.
+
+Without a GPU the Triton kernels run under Triton's interpreter, which has to be known before Triton is imported.
+"""
+
+import os
 
 import hypothesis
 import pytest
 import torch
 
 import fuzz
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 hypothesis.settings.register_profile("rainfusion", deadline=None, derandomize=fuzz.FACTOR == 1, print_blob=True)
 hypothesis.settings.load_profile("rainfusion")
