@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rainfusion import crossover, explain, predict_mask
+from rainfusion import crossover, explain, predict_mask, sparse_attention
 from rainfusion.arguments import options
 from rainfusion.tools.shapes import SHAPES
 
@@ -61,6 +61,25 @@ def test_dense_wins_where_there_is_little_to_skip():
 def test_on_a_cpu_nothing_is_switched():
     q = torch.zeros(1, 2, 256, 64)
     assert crossover.why_dense("portable", q, q, call(q, q, sparsity=0.5)) is None
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND"])
+def test_a_call_that_runs_dense_is_dense_and_compiles(monkeypatch, layout):
+    monkeypatch.setattr(crossover, "why_dense", lambda *_: "because")
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 2, 200, 200, 16).unbind()
+    q, k, v = (x[:, :, :4] if layout == "BSND" else x[:, :4] for x in (q, k, v))  # strided
+
+    def call(q, k, v, **kwargs):
+        return sparse_attention(q, k, v, input_layout=layout, sparse_type="rf_v2", sparsity=0.9, **kwargs)
+
+    dense = sparse_attention(q, k, v, input_layout=layout)
+    assert torch.equal(call(q, k, v), dense)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(compiled, dense) and compiled.stride() == call(q, k, v).stride()
+    for asked in (dict(return_lse=True), dict(return_mask=True)):  # then the blocks matter
+        assert not torch.equal(call(q, k, v, **asked)[0], dense)
+    assert not torch.equal(call(q, k, v, backend="portable"), dense)
 
 
 def test_explain_says_what_runs_and_why_not_faster():

@@ -95,7 +95,10 @@ class TokenLayout:
 
     def to(self, device: torch.device | str) -> TokenLayout:
         moved = {name: getattr(self, name).to(device) for name in ("order", "inverse", "protected")}
-        return replace(self, **moved)
+        layout = replace(self, **moved)
+        # copied, not computed there: a copy is done when it returns, for every stream
+        object.__setattr__(layout, "protected_first", self.protected_first.to(device))
+        return layout
 
     def __repr__(self) -> str:
         kind = "the caller's order" if self.is_identity else "reordered"
@@ -109,6 +112,11 @@ class TokenLayout:
 @lru_cache(maxsize=256)
 def cached_layout(spec: LayoutSpec, device: torch.device) -> TokenLayout:
     """The same layout serves every layer and step, so it is built once per device. Never write into it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured, and this is the first call with these lengths and latent shapes: make the "
+            "same call once before capturing, so that its token layout is ready"
+        )
     with torch.inference_mode(False):  # cached tensors must be ordinary ones, whatever mode the first caller is in
         return _build(spec).to(device)
 

@@ -42,7 +42,7 @@ def attend(
     `may_be_dense`: where dense attention is faster, and only the output is wanted, it may run instead.
     """
     if may_be_dense and crossover.why_dense(runner, q, k, options) and dense.why_not(q, keep, bias, options) is None:
-        return dense.attend(q, k, v, keep, bias, options), None, None
+        return _strided_like(q, dense.attend(q, k, v, keep, bias, options)), None, None
     q_layout, k_layout = layouts(q, k, options)
     if mask is not None:
         mask.check_values()
@@ -95,6 +95,13 @@ def predict(
         )  # fmt: skip
 
     return _select_in_slabs(scores, select, options.block_size)
+
+
+def _strided_like(q: Tensor, out: Tensor) -> Tensor:
+    """`out` in the strides that this op always has: compilers rely on them."""
+    if out.stride() == torch.empty_like(q, device="meta").stride():
+        return out
+    return torch.empty_like(q).copy_(out)
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
