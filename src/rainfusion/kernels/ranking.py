@@ -143,11 +143,13 @@ def _sort_key(x, m_valid):
 @triton.jit
 def _best(key, number):
     """bool [N]: the `number` largest keys, ties to the lower index."""
-    kth = tl.zeros([1], tl.uint32)  # the largest value that `number` keys reach
-    for i in range(32):
+    kth = tl.zeros([1], tl.uint32)  # the largest value that `number` keys reach, found bit by bit
+    i = 0
+    while i < 32:
         tried = kth | (tl.full([1], 1, tl.uint32) << (31 - i))
         reach = tl.sum((key >= tried).to(tl.int32), 0)
         kth = tl.where(reach >= number, tried, kth)
+        i = tl.where(reach == number, 32, i + 1)  # exactly so many: lower bits change nothing
     above = key > kth
     tied = (key == kth) & (key > 0)
     rank = tl.cumsum(tied.to(tl.int32), 0) - 1
