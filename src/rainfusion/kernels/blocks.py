@@ -5,13 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _tokens(order, block, S, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr):
-    """-> positions of a block, the caller's tokens there (int64), and which of them exist. Each [BLOCK]."""
-    o_pos = block * BLOCK + tl.arange(0, BLOCK)
-    m_pos = o_pos < S
+def tokens_at(o_pos, order, keep, b, S, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr):
+    """Positions in block order -> the caller's tokens there (int64), and which of them exist and take part."""
+    m_row = o_pos < S
+    o_token = o_pos.to(tl.int64)
     if HAS_ORDER:
-        return o_pos, tl.load(order + o_pos, mask=m_pos, other=0).to(tl.int64), m_pos
-    return o_pos, o_pos.to(tl.int64), m_pos
+        o_token = tl.load(order + o_pos, mask=m_row, other=0).to(tl.int64)
+    if HAS_KEEP:
+        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    return o_token, m_row
 
 
 @triton.jit
@@ -24,9 +26,8 @@ def pool_kernel(
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
-    _, o_token, m_row = _tokens(order, block, S, BLOCK, HAS_ORDER)
-    if HAS_KEEP:
-        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_pos = block * BLOCK + tl.arange(0, BLOCK)
+    o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     p_x = x + b * stride_b + h * stride_h + o_token[:, None] * stride_s + o_d[None, :] * stride_d
     b_x = tl.load(p_x, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
@@ -48,9 +49,8 @@ def gather_kernel(
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
-    _, o_token, m_row = _tokens(order, block, S, BLOCK, HAS_ORDER)
-    if HAS_KEEP:
-        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_pos = block * BLOCK + tl.arange(0, BLOCK)
+    o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     m_d = (o_d < D)[None, :]
     m_x = m_row[:, None] & m_d

@@ -7,6 +7,8 @@ softmax does not see, but it would take most of the range of eight bits.
 import triton
 import triton.language as tl
 
+from rainfusion.kernels.blocks import tokens_at
+
 
 @triton.jit
 def statistics_kernel(
@@ -19,12 +21,7 @@ def statistics_kernel(
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
     o_pos = block * BLOCK + tl.arange(0, BLOCK)
-    m_row = o_pos < S
-    o_token = o_pos
-    if HAS_ORDER:
-        o_token = tl.load(order + o_pos, mask=m_row, other=0).to(tl.int64)
-    if HAS_KEEP:
-        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     m_x = m_row[:, None] & m_d[None, :]
@@ -81,12 +78,7 @@ def quantise_kernel(
     m_d = o_d < D
     o_row = tl.arange(0, BLOCK)
 
-    m_row = block * BLOCK + o_row < S
-    o_token = block * BLOCK + o_row
-    if HAS_ORDER:
-        o_token = tl.load(order + o_token, mask=m_row, other=0).to(tl.int64)
-    if HAS_KEEP:
-        m_row = m_row & (tl.load(keep + b * S + o_token, mask=m_row, other=0) != 0)
+    o_token, m_row = tokens_at(block * BLOCK + o_row, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     m_x = m_row[:, None] & m_d[None, :]
     p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
     b_mean = tl.load(k_mean + bh * D + o_d, mask=m_d, other=0.0)
@@ -103,12 +95,7 @@ def quantise_kernel(
     )
 
     o_key = (o_row // 16) * 16 + ((o_row // 2) % 2) * 8 + ((o_row // 4) % 4) * 2 + o_row % 2
-    m_key = block * BLOCK + o_key < S
-    o_token = block * BLOCK + o_key
-    if HAS_ORDER:
-        o_token = tl.load(order + o_token, mask=m_key, other=0).to(tl.int64)
-    if HAS_KEEP:
-        m_key = m_key & (tl.load(keep + b * S + o_token, mask=m_key, other=0) != 0)
+    o_token, m_key = tokens_at(block * BLOCK + o_key, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
     b_v = tl.load(p_v, mask=m_key[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_v = b_v / tl.load(v_scale + bh * D + o_d, mask=m_d, other=1.0)[None, :]
