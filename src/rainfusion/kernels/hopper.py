@@ -216,6 +216,15 @@ def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
+    """V's block of a stage as the right operand of P V, [N, D]."""
+    if QUANT != 0:
+        return s_v.index(stage).reshape([D, N]).permute((1, 0))
+    else:
+        return s_v.index(stage).reshape([N, D])
+
+
+@gluon.jit
 def _consumer(
     q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
@@ -273,8 +282,6 @@ def _consumer(
         o_n = gl.arange(0, N, COLUMNS)
         p_index = indices + flat * NK + (n - 1)
         block = gl.load(p_index)
-        p_flags = flags
-        p_scale = k_scale
         if HAS_BIAS:
             p_flags = flags + b.to(gl.int64) * NK
             p_bias = bias + b.to(gl.int64) * (NK * 128)
@@ -331,11 +338,7 @@ def _consumer(
             b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
             s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            if QUANT != 0:
-                b_v = s_v.index(v_stage).reshape([D, N]).permute((1, 0))
-            else:
-                b_v = s_v.index(v_stage).reshape([N, D])
-            acc_token = warpgroup_mma(b_p, b_v, acc, is_async=True)
+            acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
             if QUANT != 0:
                 c = scale * k_sc
             if HAS_BIAS:
@@ -375,11 +378,7 @@ def _consumer(
         if QUANT != 0:
             b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        if QUANT != 0:
-            b_v = s_v.index(v_stage).reshape([D, N]).permute((1, 0))
-        else:
-            b_v = s_v.index(v_stage).reshape([N, D])
-        acc_token = warpgroup_mma(b_p, b_v, acc, is_async=True)
+        acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         total = gl.convert_layout(gl.sum(l, 1), ROWS)
         norm = 1.0 / gl.where(total == 0.0, 1.0, total)
