@@ -224,14 +224,9 @@ def _stages(padded: int, quant: int) -> int:
     return 3 if padded == 128 and not quant else 4
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@triton.answers_once
 def triton_version() -> str:
-    return _triton_metadata()
-
-
-@lru_cache(maxsize=1)
-def _triton_metadata() -> str:
-    """Importing Triton takes longer. Reading this takes a third of a millisecond, so once."""
+    """From its metadata: importing Triton takes longer."""
     return version("triton")
 
 

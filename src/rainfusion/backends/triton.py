@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ from rainfusion.layout import TokenLayout
 from rainfusion.pooling import live_blocks
 from rainfusion.predictors import live_groups
 from rainfusion.selection import budget
+
+T = TypeVar("T")
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
@@ -53,14 +56,22 @@ def why_not(
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def answers_once(function: Callable[[], T]) -> Callable[[], T]:
+    """A question about this machine, asked once; compilers take the answer and do not trace the asking."""
+    cached = lru_cache(maxsize=1)(function)
+
+    @wraps(function)
+    def ask() -> T:
+        return cached()
+
+    # what torch.compiler.assume_constant_result does, which would import the compiler, and Triton with it
+    ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return ask
+
+
+@answers_once
 def installed() -> bool:
-    return _triton_is_there()
-
-
-@lru_cache(maxsize=1)
-def _triton_is_there() -> bool:
-    """Without importing it. Apart from `installed`, because compilers look through a cache, and cannot trace this."""
+    """Without importing it."""
     return find_spec("triton") is not None
 
 
@@ -299,7 +310,7 @@ def key_bias(layout: TokenLayout, keep: Tensor, bias: Tensor | None) -> Tensor:
     return F.pad(total, (0, padding), value=-torch.inf).contiguous()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@answers_once
 def _interpreted() -> bool:
     """TRITON_INTERPRET=1: Triton runs kernels on the CPU, slowly, which is how they are tested without a GPU."""
     from triton import knobs
