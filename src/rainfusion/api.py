@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rainfusion import arguments, backends, crossover, dense, ops
-from rainfusion.arguments import VideoSpan
+from rainfusion.arguments import Options, VideoSpan
 from rainfusion.blockmask import BlockMask
 from rainfusion.pipeline import full_mask
 
@@ -93,7 +93,7 @@ def sparse_attention(
     return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
     if mask is not None:
         arguments.block_mask(mask, q, k, options.block_size)
-    runner = backends.choose(backend, q, k, v, mask, options)
+    runner = backends.choose(backend, q, k, v, mask, _attended(options, mask))
     keep, bias = arguments.key_mask(attn_mask, q, k)
 
     if options.strategy != "dense" or mask is not None:
@@ -104,9 +104,9 @@ def sparse_attention(
     else:
         if backend == "auto" and not return_lse and dense.why_not(q, keep, bias, options) is None:
             out, lse = dense.attend(q, k, v, keep, bias, options), None
-        else:  # in blocks of 128 whatever the mask's blocks are: the same bits at every block size
-            in_128 = options._replace(block_size=128)
-            out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, None, in_128, runner, False, return_lse, False)
+        else:
+            whole = _attended(options, None)
+            out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, None, whole, runner, False, return_lse, False)
         mask = full_mask(q, k, options) if return_mask else None
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     if not (return_lse or return_mask):
@@ -130,7 +130,7 @@ def explain(*args: Any, **kwargs: Any) -> str:
     names = inspect.signature(arguments.options).parameters.keys() & given.keys() - {"q", "k"}
     mask, name = given["mask"], given["backend"]
     options = arguments.options(q, k, predicts=mask is None, **{n: given[n] for n in names})
-    runner = backends.choose(name, q, k, v, mask, options)
+    runner = backends.choose(name, q, k, v, mask, _attended(options, mask))
     keep, bias = arguments.key_mask(given["attn_mask"], q, k)
     plain = name == "auto" and mask is None and not (given["return_lse"] or given["return_mask"])
     slower = crossover.why_dense(runner, q, k, options) if plain and options.strategy != "dense" else None
@@ -140,10 +140,16 @@ def explain(*args: Any, **kwargs: Any) -> str:
     else:
         lines = [f"runs with {runner!r}"]
     for other in backends.FASTEST_FIRST:
-        reason = None if other == runner else backends.why_not(other, q, k, v, mask, options)
+        reason = None if other == runner else backends.why_not(other, q, k, v, mask, _attended(options, mask))
         if reason:
             lines.append(f"not with {other!r}: it {reason}")
     return "\n".join(lines)
+
+
+def _attended(options: Options, mask: BlockMask | None) -> Options:
+    """What attention itself is asked for: dense comes in blocks of 128, with the same bits at every block size."""
+    dense_call = options.strategy == "dense" and mask is None
+    return options._replace(block_size=128) if dense_call else options
 
 
 def predict_mask(
