@@ -287,7 +287,7 @@ def attend_blocks(
         scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len, keys.length,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, mask.block_size),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
-        PRECISION=_exact_products(q) if inner_precise == 0 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=_products(q, inner_precise), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
@@ -327,6 +327,12 @@ def _capability(x: Tensor) -> tuple[int, int] | str:
 def _exact_products(x: Tensor) -> str:
     """How tl.dot multiplies fp32: as good as fp32, on tensor cores where there are some for it."""
     return "ieee" if x.device.type != "cuda" or torch.version.hip is not None else "tf32x3"
+
+
+def _products(x: Tensor, inner_precise: int) -> str:
+    """The same, or the fastest there is if `inner_precise` is 1."""
+    exact = _exact_products(x)
+    return "tf32" if inner_precise == 1 and exact == "tf32x3" else exact
 
 
 def as_bytes(flags: Tensor) -> Tensor:
