@@ -1,4 +1,4 @@
-"""When dense attention is faster, and by how much: a model of the two times, fitted to measurements.
+"""When dense attention is faster, and by how much: a model of the two times, with rates rounded from measurements.
 
     dense  = flops / DENSE_RATE
     sparse = density * flops / SPARSE_RATE + bytes around the kernel / BANDWIDTH + LAUNCHES
