@@ -245,9 +245,18 @@ def test_contenders_take_turns_within_their_time():
     assert (fast.ms, fast.rounds) == (10.0, 20)
     assert (slow.ms, slow.rounds) == (400.0, 3)  # 1.2 s
     firsts = [calls[0] for calls in clock.made]
-    assert firsts[-23:] == [10.0, 400.0] * 3 + [10.0] * 17
+    turns = [sorted(firsts[-23:][i : i + 2]) for i in (0, 2, 4)]
+    assert turns == [[10.0, 400.0]] * 3 and firsts[-17:] == [10.0] * 17
     (one,) = timing.take_turns([[5000.0]], FakeClock(), repeats=1, seconds=0.1)
     assert one.rounds == 1
+
+
+def test_rounds_differ_in_their_order():
+    clock = FakeClock()
+    timing.take_turns([[float(ms)] for ms in (10, 20, 30, 40)], clock, repeats=10, seconds=1.0)
+    firsts = [calls[0] for calls in clock.made][-40:]
+    rounds = {tuple(firsts[i : i + 4]) for i in range(0, 40, 4)}
+    assert all(sorted(turn) == [10.0, 20.0, 30.0, 40.0] for turn in rounds) and len(rounds) > 5
 
 
 def test_short_calls_are_timed_in_bursts_over_all_inputs():

@@ -216,6 +216,15 @@ def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _queries(q, QUANT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Q as the left operand of Q K^T: in registers where they suffice, which spares a read of Q for every block."""
+    if QUANT != 0:
+        return q
+    else:
+        return q.load(LAYOUT)
+
+
+@gluon.jit
 def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
     """V's block of a stage as the right operand of P V, [N, D]."""
     if QUANT != 0:
@@ -277,7 +286,7 @@ def _consumer(
         s_q.index(WG).store(x)
         fence_async_shared()
         gl.thread_barrier()
-        b_q = s_q.index(WG)
+        b_q = _queries(s_q.index(WG), QUANT, gl.DotOperandLayout(0, S_LAYOUT, K_STEP // 8))
 
         o_n = gl.arange(0, N, COLUMNS)
         p_index = indices + flat * NK + (n - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ Call = Callable[[], Any]
 _BURST_MS = 2.0  # calls shorter than this are timed several at once
 _MOST_CALLS = 64  # of a burst
 _LEAST_ROUNDS = 3  # whatever the time limit is
-_HEAD_START_CYCLES = 200_000  # about 0.1 ms of a GPU's clock, in which the host queues the first calls
+_HEAD_START_CYCLES = 2_000_000  # about 1 ms of a GPU's clock, in which the host queues the first calls
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,16 @@ def take_turns(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Timing]:
     """Each contender is a list of calls that do the same on different memory. Rounds go through all contenders, so that
-    a slow moment of the machine hits all of them, until each has had `repeats` rounds or its `seconds`.
+    a slow moment of the machine hits all of them, until each has had `repeats` rounds or its `seconds`. Every round has
+    an order of its own: a GPU at its power limit runs faster after a call that let it cool.
     """
     runners = [_Runner(calls, clock, seconds) for calls in contenders]
+    shuffled = random.Random(0)
     number = 0
     while any(not runner.done(repeats) for runner in runners):
         number += 1
         tell(f"round {number}")
-        for runner in runners:
+        for runner in shuffled.sample(runners, len(runners)):
             if not runner.done(repeats):
                 runner.round()
     return [Timing.of(runner.times) for runner in runners]
