@@ -8,6 +8,7 @@ Backends reorder and restore on their way, so that a fast one can do it while it
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,18 @@ from rainfusion.slabs import head_slabs
 
 _SELECTION_BYTES = 64 * 2**20
 _RANKING_BYTES = 64  # for each score: a sort with int64 indices, and packing its result
+
+
+class Share(NamedTuple):
+    """q holds some blocks of a longer sequence, ascending; the others are attended elsewhere."""
+
+    blocks: Tensor  # int64 [NQ]: which
+    of: int  # blocks in all
+
+    def in_place(self, means: Tensor) -> Tensor:
+        """[B, H, NQ, D] -> [B, H, of, D]. A product rounds a row as before only in its place among as many rows."""
+        whole = means.new_zeros((*means.shape[:2], self.of, means.shape[3]))
+        return whole.index_copy_(2, self.blocks, means)
 
 
 def attend(
@@ -43,7 +56,24 @@ def attend(
     """
     if may_be_dense and crossover.why_dense(runner, q, k, options) and dense.why_not(q, keep, bias, options) is None:
         return _strided_like(q, dense.attend(q, k, v, keep, bias, options)), None, None
-    q_layout, k_layout = layouts(q, k, options)
+    return attend_in(*layouts(q, k, options), q, k, v, keep, bias, mask, options, runner, return_lse)
+
+
+def attend_in(
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    mask: BlockMask | None,
+    options: Options,
+    runner: str,
+    return_lse: bool,
+    share: Share | None = None,
+) -> tuple[Tensor, Tensor | None, BlockMask | None]:
+    """`attend` in layouts of the caller's own, always with `runner`; the options' layout arguments are not read."""
     if mask is not None:
         mask.check_values()
     if runner in backends.FUSED and not _empty(q, k):
@@ -52,7 +82,7 @@ def attend(
         )
     runner = "portable" if runner in backends.FUSED else runner  # nothing to do, and it knows how
     if mask is None:
-        mask = predict(q, k, keep, options, q_layout, k_layout, runner)
+        mask = predict(q, k, keep, options, q_layout, k_layout, runner, share)
     out, lse = backends.BACKENDS[runner].attend(
         q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, scale=options.scale, is_causal=options.is_causal,
         inner_precise=options.inner_precise, return_lse=return_lse,
@@ -73,6 +103,7 @@ def predict(
     q_layout: TokenLayout,
     k_layout: TokenLayout,
     runner: str,
+    share: Share | None = None,
 ) -> BlockMask:
     """pool -> score -> select."""
     if options.strategy == "dense" or _empty(q, k):
@@ -82,7 +113,11 @@ def predict(
     live = None if keep is None else live_blocks(k_layout, keep)
     if options.strategy == "rf_v2":
         q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
-        scores = mean_scores(q_means, k_means, options.scale, live)
+        if share is None:
+            scores = mean_scores(q_means, k_means, options.scale, live)
+        else:
+            whole = mean_scores(share.in_place(q_means), k_means, options.scale, live)
+            scores = whole.index_select(2, share.blocks)
     else:
         scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
 
