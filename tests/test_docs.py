@@ -1,21 +1,35 @@
-"""Every example of the README runs, and its tables say what the code says."""
+"""Every example of the README and of the pages in docs/ runs, and the tables say what the code says."""
 
 import inspect
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 import rainfusion
+from offline_pipelines import PIPELINES
 from rainfusion import cli
+from rainfusion.compat import mindiesd
+from rainfusion.plugin import models
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def run_page(name, **names):
+    """All examples of a page, one after the other -> what they left."""
+    examples = blocks("python", (ROOT / "docs" / name).read_text())
+    assert examples
+    for example in examples:
+        exec(compile(example, name, "exec"), names)
+    return names
 
 
 def test_the_python_examples_run():
@@ -43,6 +57,80 @@ def test_the_commands_run(capsys, tmp_path, monkeypatch):
         else:
             assert cli.main(shlex.split(line)[1:]) == 0
     assert (tmp_path / "pictures" / "order.png").exists()
+
+
+def test_the_page_on_diffusers_runs():
+    make, inputs, _ = PIPELINES["wan"]
+    pipe = make()
+    real = rainfusion.enable
+
+    def enable(pipe, **kwargs):  # the pipeline of the tests is tiny
+        return real(pipe, **{"min_tokens": 0, **kwargs})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rainfusion, "enable", enable)
+        patch.setattr("rainfusion.plugin.enable", enable)
+        names = run_page("diffusers.md", pipe=pipe, inputs=inputs)
+    assert names["stats"].sparse_calls > 0
+    table = (ROOT / "docs" / "diffusers.md").read_text()
+    table = table[table.index("## Arguments of") : table.index("## What happened")]
+    listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)}
+    assert listed == set(inspect.signature(real).parameters)
+
+
+class MyTransformer(torch.nn.Module):
+    class Block(torch.nn.Module):
+        class Attention(torch.nn.Module):
+            def forward(self, x):
+                q = x.unflatten(-1, (2, 16)).transpose(1, 2)
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+        def __init__(self):
+            super().__init__()
+            self.attn = self.Attention()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, tokens, grid):
+        for block in self.blocks:
+            tokens = tokens + block.attn(tokens)
+        return tokens
+
+
+def test_the_page_on_adding_a_model_runs(monkeypatch):
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    tokens = torch.randn(1, 20 + 3 * 16 * 24, 32)
+    names = run_page("adding_a_model.md", MyTransformer=MyTransformer, model=MyTransformer(), tokens=tokens)
+    assert names["handle"].stats().layouts == {"grid 3x16x24, 20 tokens before": 2}
+
+
+def test_the_page_on_several_gpus_runs():
+    """With one process. Its first example is of two: tests/context_parallel.py."""
+    examples = blocks("python", (ROOT / "docs" / "several_gpus.md").read_text())
+    assert len(examples) == 3 and "enable_parallelism" in examples[0]
+    for example in examples[1:]:
+        names = {}
+        exec(example, names)
+        assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+def test_the_page_on_migrating_runs():
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the precision that a CPU does not have
+            names = run_page("migrating.md")
+    finally:
+        mindiesd.uninstall()
+    assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    for link in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+        assert (path.parent / link).exists(), link
 
 
 def test_the_make_targets_exist():

@@ -17,8 +17,12 @@ def test_public_names():
         "BlockMask",
         "TokenLayout",
         "block_sparse_attention",
+        "disable",
+        "enable",
+        "enabled",
         "explain",
         "predict_mask",
+        "register_model",
         "sparse_attention",
     ]
     assert all(hasattr(rainfusion, name) for name in rainfusion.__all__)

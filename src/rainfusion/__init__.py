@@ -3,6 +3,7 @@
 from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+from rainfusion.plugin import disable, enable, enabled, register_model
 
 __version__ = "0.1.0"
 
@@ -10,7 +11,11 @@ __all__ = [
     "BlockMask",
     "TokenLayout",
     "block_sparse_attention",
+    "disable",
+    "enable",
+    "enabled",
     "explain",
     "predict_mask",
+    "register_model",
     "sparse_attention",
 ]

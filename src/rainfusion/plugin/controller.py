@@ -1,0 +1,516 @@
+"""One transformer with sparse attention: reads each forward's grid and step, and answers its attention calls.
+
+A hook on the transformer finds the scene; a hook on every self-attention module says which layer is at work. The call
+itself arrives through a backend of diffusers that only these modules have (`hub`), or, where a model calls torch's
+attention directly, through a torch function mode around the module. Everything can be taken off again.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import inspect
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rainfusion.plugin import calls, hub, shards
+from rainfusion.plugin.grids import NoGrid, Scene
+from rainfusion.plugin.models import Model
+from rainfusion.plugin.settings import Settings, check_layers
+from rainfusion.plugin.stats import Tally
+from rainfusion.plugin.steps import Steps
+
+ATTRIBUTE = "_rainfusion"  # on the transformer: its controller
+LAYER = "_rainfusion_layer"  # on a self-attention module: its controller's number and its own, see `_At`
+
+_NUMBERS = itertools.count()
+_CONTROLLERS: weakref.WeakValueDictionary[int, Controller] = weakref.WeakValueDictionary()
+_log = logging.getLogger("rainfusion")
+
+
+class _At(threading.local):
+    """Where a thread is: (controller's number, layer) of the self-attention module at work, as a tensor."""
+
+    layer: Tensor | None = None
+
+
+_AT = _At()
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # so that compiled code stays valid
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    """A hook of every self-attention module. Compilers see a tensor move, the same way in all layers."""
+    _AT.layer = getattr(module, LAYER)
+
+
+class _Taken(NamedTuple):
+    """A processor that was made ours, and what to put back."""
+
+    processor: Any
+    original: Any  # another one, if it was shared with modules that are not ours
+    backend: Any  # what it had, or _NOTHING
+
+
+_NOTHING = object()
+
+
+class Controller:
+    def __init__(self, model: nn.Module, row: Model, settings: Settings, steps: Steps) -> None:
+        self.row, self.settings, self.steps = row, settings, steps
+        self.names = layer_names(model, row)
+        if not self.names:
+            raise ValueError(
+                f"{type(model).__name__} has no modules that match {', '.join(row.attention)}: it is not the model "
+                "that this row was written for; rainfusion.register_model can give it another one"
+            )
+        check_layers(settings.skip_layers, len(self.names), type(model).__name__)
+        self.tally = Tally(len(self.names))
+        self._start(model)
+
+    def _start(self, model: nn.Module) -> None:
+        """What belongs to this object alone, also where it is a copy."""
+        self._model = weakref.ref(model)
+        self._signature = inspect.signature(type(model).forward)
+        self._scene: Scene | str = "the transformer's forward has not run"
+        self._why_now: str | None = None
+        self._plans: dict[Any, calls.Plan | str] = {}
+        self._warned: set[str] = set()
+        self._number = _OF_MODELS.setdefault(model, next(_NUMBERS))
+        self._taken: dict[int, _Taken] = {}
+        self._modes: list[_SDPAMode] = []
+        self._found: list[nn.Module] | None = None
+        self.backend = hub.backend(_attention)
+        self.attached = False
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # on and off
+
+    def attach(self) -> None:
+        model = self.model
+        assert model is not None
+        setattr(model, ATTRIBUTE, self)
+        self._label_layers(model)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        for module in self._modules(model):
+            if self.row.call == "dispatch":
+                module.register_forward_pre_hook(_enter, prepend=True)
+            else:
+                module.register_forward_pre_hook(self._enter_scope, prepend=True)
+                module.register_forward_hook(self._leave_scope, always_call=True)
+        self._take_processors(model)
+
+    def _label_layers(self, model: nn.Module) -> None:
+        """Calls of these layers come here from now on."""
+        _CONTROLLERS[self._number] = self
+        for layer, module in enumerate(self._modules(model)):
+            setattr(module, LAYER, torch.tensor([self._number, layer]))
+        self.attached = True
+
+    def reattach(self) -> None:
+        """After `detach`, with the same settings and counts."""
+        model = self.model
+        if model is not None:
+            self._start(model)
+            self.attach()
+
+    def detach(self) -> None:
+        """Leaves the model as it was found."""
+        model = self.model
+        self.attached = False
+        if model is None:
+            return
+        if any(taken.processor is None for taken in self._taken.values()):
+            self._take_processors(model)  # a copy that never ran
+        for module in [model, *self._modules(model)]:
+            module.__dict__.pop(LAYER, None)
+            self._drop_hooks(module)
+        modules = self._modules(model)
+        for layer, taken in self._taken.items():
+            self._give_back(modules[layer], taken)
+        self._taken.clear()
+        if model.__dict__.get(ATTRIBUTE) is self:
+            del model.__dict__[ATTRIBUTE]
+
+    def _drop_hooks(self, module: nn.Module) -> None:
+        tables = (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        )
+        for hooks, marks in tables:
+            for key in [
+                key for key, hook in hooks.items() if hook is _enter or getattr(hook, "__self__", None) is self
+            ]:
+                del hooks[key]
+                for mark in marks:
+                    mark.pop(key, None)
+
+    def _modules(self, model: nn.Module) -> list[nn.Module]:
+        """The self-attention modules."""
+        if self._found is None:
+            named = {plain_name(name): module for name, module in model.named_modules()}
+            self._found = [named[name] for name in self.names]
+        return self._found
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # processors (models that go through diffusers' dispatch)
+
+    def _take_processors(self, model: nn.Module) -> None:
+        """Makes every self-attention processor call us. Again before each forward: adapters and fusing swap them."""
+        if self.row.call != "dispatch":
+            return
+        modules = self._modules(model)
+        for layer, module in enumerate(modules):
+            processor, before = getattr(module, "processor", None), self._taken.get(layer)
+            if processor is None or (before is not None and before.processor is processor and self._has(processor)):
+                continue
+            found = vars(processor).get("_attention_backend", _NOTHING)
+            if found is self.backend:  # of a copied model
+                found = _NOTHING if before is None else before.backend
+            if before is not None and before.processor is not None:
+                self._give_back(module, before)
+            original = processor
+            if self._is_shared(model, modules, processor):
+                processor = copy.copy(processor)
+                module.processor = processor
+            processor._attention_backend = self.backend
+            self._taken[layer] = _Taken(processor, original, found)
+
+    def _has(self, processor: Any) -> bool:
+        return vars(processor).get("_attention_backend") is self.backend
+
+    @staticmethod
+    def _is_shared(model: nn.Module, ours: list[nn.Module], processor: Any) -> bool:
+        """With a module that must be left alone."""
+        mine = {id(module) for module in ours}
+        return any(
+            getattr(module, "processor", None) is processor for module in model.modules() if id(module) not in mine
+        )
+
+    def _give_back(self, module: nn.Module, taken: _Taken) -> None:
+        if taken.original is not taken.processor:
+            if getattr(module, "processor", None) is taken.processor:
+                module.processor = taken.original
+            return
+        if not self._has(taken.processor):
+            return  # somebody has set another one since: theirs
+        if taken.backend is _NOTHING:
+            del taken.processor._attention_backend
+        else:
+            taken.processor._attention_backend = taken.backend
+
+    def _dense_backend(self, layer: int) -> Any:
+        """What the layer's processor would use without us; None: the active one."""
+        taken = self._taken.get(layer)
+        if taken is None:
+            return None
+        return (
+            getattr(type(taken.processor), "_attention_backend", None) if taken.backend is _NOTHING else taken.backend
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # hooks
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = self._signature.bind_partial(model, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not self.attached:  # a copy that runs for the first time
+            self._label_layers(model)
+        try:
+            self._scene = self.row.scene(given, getattr(model, "config", {}))
+        except NoGrid as reason:
+            self._scene = calls.Unsupported(f"no grid: {reason}")
+        self._why_now = self._why_dense_now(given.get("timestep"))
+        if len(self._plans) > 64:
+            self._plans.clear()
+        self._take_processors(model)
+        self._count_the_unreachable(model)
+
+    _before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _why_dense_now(self, timestep: Any) -> str | None:
+        if not self.settings.start_step and not self.settings.end_step:
+            return None
+        reason = self.settings.why_step_is_dense(self.steps.current(timestep), self.steps.total())
+        return None if reason is None else calls.AsAsked(reason)
+
+    def _count_the_unreachable(self, model: nn.Module) -> None:
+        """Layers whose calls will not come to us are dense; they are counted here, since nobody else will."""
+        if self.row.call == "dispatch":
+            for layer, module in enumerate(self._modules(model)):
+                processor = getattr(module, "processor", None)
+                if not hasattr(type(processor), "_attention_backend"):
+                    reason = f"{type(processor).__name__} does not go through diffusers' attention dispatch"
+                    self._dense(layer, calls.Unsupported(reason))
+        elif self.row.call == "active" and hub.active_backend() not in hub.THROUGH_SDPA:
+            reason = f"the active attention backend is {hub.active_backend()!r}, and this model takes no other"
+            for layer in range(len(self.names)):
+                self._dense(layer, calls.Unsupported(reason))
+
+    def _enter_scope(self, module: nn.Module, args: Any) -> None:
+        _enter(module, args)
+        mode = _SDPAMode(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+
+    def _leave_scope(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._modes:
+            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # calls
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        scale: float | None,
+        dense: Callable[[], Tensor],
+        *,
+        special: str | None = None,
+        parallel: Any = None,
+    ) -> Tensor:
+        """q, k, v [B, N, S, D] views; `special`: what else is asked for, in words, that sparse attention cannot do."""
+        reason = self._why_dense(layer, q, k, v, special)
+        if reason is None and parallel is not None:
+            result = self._attend_shards(layer, q, k, v, attn_mask, scale, parallel)
+            if isinstance(result, Tensor):
+                return result
+            reason = result
+        elif reason is None:
+            assert isinstance(self._scene, Scene)
+            how = self._plan(q, k, v, self._scene, scale)
+            keys = calls.key_mask(attn_mask, q.shape[0], q.shape[2], k.shape[2], self.row.pairs_are_keys)
+            if isinstance(how, str):
+                reason = how
+            elif isinstance(keys, str):
+                reason = keys
+            else:
+                sparse = calls.run(q, k, v, keys, how)
+                self.tally.sparse(layer, str(how.placed), sparse.kept, sparse.blocks)
+                out = sparse.out
+                if attn_mask is not None and self.row.pairs_are_keys and isinstance(keys, Tensor):
+                    out = out.masked_fill(~_kept(keys)[:, None, :, None], 0.0)  # padding queries see no key
+                return out
+        self._dense(layer, reason)
+        return dense()
+
+    def _why_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, special: str | None) -> str | None:
+        if special is not None:
+            return calls.Unsupported(special)
+        if layer in self.settings.skip_layers:
+            return calls.AsAsked("the layer is in skip_layers")
+        if self._why_now is not None:
+            return self._why_now
+        if isinstance(self._scene, str):
+            return self._scene
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return calls.Unsupported("gradients are wanted, and sparse attention has none")
+        return None
+
+    def _plan(self, q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None) -> calls.Plan | str:
+        key = (q.shape, k.shape, q.dtype, k.dtype, v.dtype, q.device, scene, scale)
+        if key not in self._plans:
+            self._plans[key] = calls.plan(q, k, v, scene, scale, self.settings)
+        return self._plans[key]
+
+    def _attend_shards(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, parallel: Any
+    ) -> Tensor | str:
+        assert isinstance(self._scene, Scene)
+        result = shards.attend(q, k, v, attn_mask, scale, parallel, self._scene, self.row, self.settings)
+        if isinstance(result, str):
+            return result
+        self.tally.sparse(layer, str(result.placed))
+        return result.out
+
+    def _dense(self, layer: int, reason: str) -> None:
+        if isinstance(reason, calls.Unsupported) and self.settings.on_unsupported == "error":
+            raise ValueError(f"attention of {self.names[layer]} cannot be sparse: {reason}")
+        if not isinstance(reason, calls.AsAsked) and reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("dense attention in %s: %s", self.names[layer], reason)
+        self.tally.dense(layer, reason)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Controller:
+        """Of a model that is being copied: it is enabled as well, on its own. Of a part of it: ours still."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return self
+        twin = Controller.__new__(Controller)
+        memo[id(self)] = twin
+        twin.row, twin.settings, twin.names = self.row, self.settings, self.names
+        twin.steps = Steps(memo.get(id(self.steps.pipeline), self.steps.pipeline))
+        twin.tally = Tally(len(self.names))
+        twin._start(model)
+        twin._taken = {
+            layer: _Taken(None, None, taken.backend) for layer, taken in self._taken.items()
+        }  # what to put back one day
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model with sparse attention cannot be pickled: call rainfusion.disable(model) before")
+
+
+def layer_names(model: nn.Module, row: Model) -> list[str]:
+    """Of the self-attention modules, in the model's order. A * stands for one part of a name."""
+    patterns = [pattern.split(".") for pattern in row.attention]
+
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        return any(len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern)) for pattern in patterns)
+
+    return [name for name in (plain_name(name) for name, _ in model.named_modules()) if matches(name)]
+
+
+def plain_name(name: str) -> str:
+    """Without the wrappers that torch.compile puts around a block."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _kept(keys: Tensor) -> Tensor:
+    return keys if keys.dtype == torch.bool else keys > -9984.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how calls arrive
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """What diffusers' dispatch calls. Compilers see one op, whose arguments are the same for all layers and steps."""
+    call = (
+        query, key, value, attn_mask, _AT.layer, dropout_p, is_causal, scale, enable_gqa, _parallel_config is not None
+    )  # fmt: skip
+    if torch.compiler.is_compiling() and (attn_mask is None or isinstance(attn_mask, Tensor)):
+        return _dispatched(*call)  # type: ignore[no-any-return]
+    return _from_dispatch(*call)
+
+
+def _from_dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    layer: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    parallel: bool,
+) -> Tensor:
+    """[B, S, N, D]"""
+    number, index = (-1, 0) if layer is None else layer.tolist()
+    controller = _CONTROLLERS.get(number)
+    config = getattr(controller.model, "_parallel_config", None) if controller is not None and parallel else None
+
+    def dense() -> Tensor:
+        backend = None if controller is None else controller._dense_backend(index)
+        return hub.dispatch(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, backend=backend, parallel_config=config,
+        )  # fmt: skip
+
+    if controller is None:  # a processor that was taken out of its module
+        return dense()
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = controller.attend(
+        index, q, k, v, attn_mask, scale, lambda: dense().transpose(1, 2), special=_special(dropout_p, is_causal),
+        parallel=config,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+@torch.library.custom_op("rainfusion::dispatched", mutates_args=())
+def _dispatched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    layer: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    parallel: bool,
+) -> Tensor:
+    out = _from_dispatch(query, key, value, attn_mask, layer, dropout_p, is_causal, scale, enable_gqa, parallel)
+    return out.clone(memory_format=torch.contiguous_format) if out is query else out.contiguous()
+
+
+@_dispatched.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+class _SDPAMode(TorchFunctionMode):
+    """torch's attention, called inside one module's forward."""
+
+    def __init__(self, controller: Controller) -> None:
+        super().__init__()
+        self.controller = controller
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """[B, N, S, D]"""
+
+        def dense() -> Tensor:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+
+        layer = _AT.layer
+        return self.controller.attend(
+            0 if layer is None else int(layer[1]), query, key, value, attn_mask, scale, dense,
+            special=_special(dropout_p, is_causal),
+        )  # fmt: skip
+
+
+def _special(dropout_p: float, is_causal: bool) -> str | None:
+    if dropout_p:
+        return "dropout is wanted"
+    return "the call is causal" if is_causal else None

@@ -1,0 +1,84 @@
+"""The one place that touches diffusers' private names: a pseudo-backend for `dispatch_attention_fn`.
+
+diffusers finds an attention function in a registry, by a member of a closed enum. A value of the enum's type that is
+not among its members passes for one. Only the self-attention processors of enabled models have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import Tensor
+
+TESTED = "0.42.1"
+THROUGH_SDPA = (
+    "native",
+    "_native_cudnn",
+    "_native_efficient",
+    "_native_flash",
+    "_native_math",
+)  # call torch's function
+_REGISTRY_NAMES = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "_active_backend")
+_ARGUMENTS = {
+    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def dispatch_module() -> Any:
+    """diffusers.models.attention_dispatch, checked for everything that is used here."""
+    try:
+        found = version("diffusers")
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    try:
+        module = import_module("diffusers.models.attention_dispatch")
+    except ImportError as error:
+        raise ImportError(
+            f"rainfusion.enable needs diffusers with attention backends ({TESTED} is what it is tested with): "
+            f"pip install diffusers=={TESTED} ({error})"
+        ) from error
+    registry = getattr(module, "_AttentionBackendRegistry", None)
+    missing = [
+        name for name in ("AttentionBackendName", "dispatch_attention_fn", "_AttentionBackendRegistry")
+        if not hasattr(module, name)
+    ]  # fmt: skip
+    missing += [f"_AttentionBackendRegistry.{name}" for name in _REGISTRY_NAMES if not hasattr(registry, name)]
+    if missing:
+        raise ImportError(
+            f"rainfusion.enable works with diffusers {TESTED}; diffusers {found} has no {', '.join(missing)} in "
+            f"models/attention_dispatch.py: pip install diffusers=={TESTED}, or call rainfusion.sparse_attention "
+            "yourself"
+        )
+    return module
+
+
+@lru_cache(maxsize=1)
+def backend(function: Callable[..., Tensor]) -> Any:
+    """A value for `processor._attention_backend` that leads to `function`.
+
+    It stays in the registry: compiled models look at the whole of it, and would have to be compiled again.
+    """
+    module = dispatch_module()
+    name = "rainfusion"
+    value = str.__new__(module.AttentionBackendName, name)
+    value._name_, value._value_ = name.upper(), name
+    registry = module._AttentionBackendRegistry
+    registry._backends[value] = function
+    registry._constraints[value] = []
+    registry._supported_arg_names[value] = _ARGUMENTS
+    registry._supports_context_parallel.add(name)
+    return value
+
+
+def dispatch(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """What the processor would have called: `backend` None is the active one of the process."""
+    return dispatch_module().dispatch_attention_fn(query, key, value, **kwargs)  # type: ignore[no-any-return]
+
+
+def active_backend() -> str:
+    return str(dispatch_module()._AttentionBackendRegistry._active_backend.value)
