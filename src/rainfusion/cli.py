@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from rainfusion import __version__, arguments, backends
+from rainfusion.tools.endtoend import MODELS, REPEATS
 from rainfusion.tools.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -48,20 +49,31 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     names = "\n".join(
         f"  {s.name:19} {s.batch} x {s.heads:2} x {s.seq_len:6} x {s.head_dim:3}  {s.note}" for s in SHAPES.values()
     )
+    models = "\n".join(
+        f"  {m.name:19} {m.billions:4.1f} B, {m.size!s:>12}, {m.tokens(m.size):6} tokens, sparsity {m.sparsity}"
+        + (f"; {m.note}" if m.note else "")
+        for m in MODELS.values()
+    )
     bench = commands.add_parser(
         "bench",
-        help="time dense and sparse attention on named shapes",
+        help="time dense and sparse attention on named shapes, or whole models with --model",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Times dense and sparse attention in one run, after checking a few rows against float64.\n"
         "Without names: shapes of seconds on a CPU, the real ones elsewhere. On a CUDA device: torch's dense\n"
-        "kernels, other libraries that are installed, our kernel alone, the whole call, and the call in a CUDA graph.",
+        "kernels, other libraries that are installed, our kernel alone, the whole call, and the call in a CUDA graph.\n"
+        "\nWith --model: forwards of a whole diffusers transformer, the real architecture with random weights, made\n"
+        "on the device. A forward's time does not depend on the weights; its output says nothing about quality.",
         epilog=f"shapes (batch x heads x tokens x head dim):\n{names}\n\n"
+        f"models (parameters, default height x width x frames, self-attention):\n{models}\n\n"
         "examples:\n"
         "  rainfusion bench wan-480p-17f flux-1024-4h --sparse-type rf_v2,ada_bsa --json > bench.json\n"
         "  rainfusion bench --latent-shape 9 30 52 --txt-len 256 --heads 4 --sparsity 0.8\n"
         "  rainfusion bench wan-720p --precision native fp8 int8 --flex --csv benchmarks/results/attention.csv\n"
         "  rainfusion bench --sweep sparsity --csv benchmarks/results/attention.csv --plot sparsity.png\n"
-        "  rainfusion bench --from-csv benchmarks/results/attention.csv --sweep tokens --plot tokens.png",
+        "  rainfusion bench --from-csv benchmarks/results/attention.csv --sweep tokens --plot tokens.png\n"
+        "  rainfusion bench --model wan2.2-a14b --precision native int8 --csv benchmarks/results/end_to_end.csv\n"
+        "  rainfusion bench --model qwen-image flux --height 2048 --width 2048\n"
+        "  rainfusion bench --model wan2.1-1.3b --layers 1 --height 64 --width 128 --frames 9 --device cpu",
     )
     what = bench.add_argument_group("what to measure")
     what.add_argument("names", nargs="*", metavar="SHAPE", help="which shapes; see the list below")
@@ -71,7 +83,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--batch", type=int, help="instead of the shape's own (default for your own: 1)")
     what.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
     what.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
-    what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's own)")
+    what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's or model's own)")
     what.add_argument(
         "--precision", nargs="+", default=["native"], choices=arguments.PRECISIONS, help="default: native"
     )
@@ -79,29 +91,56 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     what.add_argument("--backend", default="auto", choices=["auto", *backends.NAMES], help="default: auto")
     what.add_argument("--flex", action="store_true", help="also FlexAttention, which takes long to compile (CUDA)")
-    what.add_argument("--seed", type=int, default=0, help="of the synthetic video (default: 0)")
+    what.add_argument("--seed", type=int, default=0, help="of the synthetic video or of the weights (default: 0)")
     what.add_argument(
         "--sweep", choices=["sparsity", "tokens"],
         help="sparsity: 0 to 0.95 on the shapes named (default: wan-480p); tokens: 2k to 150k, 12 heads, sparsity 0.8",
     )  # fmt: skip
+    whole = bench.add_argument_group("whole models, with random weights")
+    whole.add_argument("--model", nargs="+", metavar="MODEL", help="which; see the list below (needs diffusers)")
+    whole.add_argument("--height", type=int, help="in pixels (default: the model's own)")
+    whole.add_argument("--width", type=int, help="in pixels (default: the model's own)")
+    whole.add_argument("--frames", type=int, help="default: the model's own")
+    whole.add_argument("--layers", type=int, metavar="N", help="only N blocks of each kind, for a quick look")
+    whole.add_argument("--steps", type=int, metavar="N", help="of a whole run, which is N times a step")
+    whole.add_argument("--compile", action="store_true", help="torch.compile the blocks, dense and sparse")
     how = bench.add_argument_group("how long")
-    how.add_argument("--repeats", type=int, help="timed rounds of each (default: 5; on CUDA up to 50)")
+    how.add_argument(
+        "--repeats", type=int,
+        help=f"timed rounds of each (default: 5; on CUDA up to 50; {REPEATS} forwards of a model)",
+    )  # fmt: skip
     how.add_argument("--seconds", type=float, default=2.0, help="at most so long for each contender (default: 2)")
     where = bench.add_argument_group("where results go")
     where.add_argument("--json", action="store_true", help="print JSON instead of the table")
     where.add_argument("--csv", type=Path, metavar="FILE", help="add rows to it, or replace those measured before")
     where.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show or draw what it holds")
     where.add_argument("--plot", type=Path, metavar="PNG", help="draw speed-ups of the whole call")
-    bench.set_defaults(run=_bench, needs=_needs_of_bench)
+    bench.set_defaults(run=_bench, needs=_needs_of_bench, given=lambda args, name: _given(bench, args, name))
 
 
 def _needs_of_bench(args: argparse.Namespace) -> list[str]:
-    return [*(["tqdm"] if args.from_csv is None else []), *(["matplotlib"] if args.plot else [])]
+    measuring = ["tqdm", *(["diffusers"] if args.model else [])]
+    return [*(measuring if args.from_csv is None else []), *(["matplotlib"] if args.plot else [])]
+
+
+def _given(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> bool:
+    """Whether an option is there and not as it is by default."""
+    value = getattr(args, name)
+    return bool(value != parser.get_default(name) and value != [])
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    for name in names:
+        if args.given(args, name):
+            raise ValueError(f"{'SHAPE' if name == 'names' else '--' + name.replace('_', '-')} {reason}")
 
 
 def _bench(args: argparse.Namespace) -> int:
     from rainfusion.tools import bench
 
+    if args.model:
+        return _bench_models(args)
+    _refuse(args, ("height", "width", "frames", "layers", "steps", "compile"), "needs --model")
     unknown = [name for name in args.names if name not in SHAPES]
     if unknown:
         raise ValueError(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
@@ -127,6 +166,42 @@ def _bench(args: argparse.Namespace) -> int:
             csv=args.csv, plot=args.plot, panels=panels or (["shapes"] if args.plot else None),
         )
     )  # fmt: skip
+
+
+def _bench_models(args: argparse.Namespace) -> int:
+    from rainfusion.tools import endtoend
+
+    alone = ("names", "latent_shape", "txt_len", "head_dim", "batch", "heads", "flex", "seconds", "sweep", "plot")
+    _refuse(args, alone, "is for attention alone, not for --model")
+    unknown = [name for name in args.model if name not in MODELS]
+    if unknown:
+        raise ValueError(f"--model must be one of {', '.join(MODELS)}, got {', '.join(unknown)}")
+    for name in ("repeats", "steps"):
+        if getattr(args, name) is not None:
+            arguments.integer(f"--{name}", getattr(args, name), minimum=1)
+    if args.sparsity is not None and not 0 <= args.sparsity <= 1:
+        raise ValueError(f"--sparsity must be in [0, 1], got {args.sparsity}")
+    sparse_types = list(dict.fromkeys(args.sparse_type.split(",")))
+    for sparse_type in sparse_types:
+        arguments.choice("--sparse-type", sparse_type, ("rf_v2", "ada_bsa"))
+    models = [MODELS[name] for name in dict.fromkeys(args.model)]
+    if args.from_csv is not None:
+        return endtoend.show(args.from_csv, [model.name for model in models], steps=args.steps, as_json=args.json)
+    device = _device(args.device)
+    dtype = _DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    jobs = []
+    for model in models:
+        asked = {name: getattr(args, name) for name in ("height", "width", "frames")}
+        size = model.size._replace(**{name: pixels for name, pixels in asked.items() if pixels is not None})
+        model.check(size, args.layers)
+        jobs.append(
+            endtoend.Job(
+                model, size, device, dtype, layers=args.layers, sparse_types=sparse_types, sparsity=args.sparsity,
+                precisions=list(dict.fromkeys(args.precision)), backend=args.backend, seed=args.seed,
+                repeats=args.repeats or REPEATS, compiled=args.compile,
+            )
+        )  # fmt: skip
+    return endtoend.run(jobs, steps=args.steps, csv=args.csv, as_json=args.json)
 
 
 def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[float | None]]:

@@ -1,6 +1,7 @@
 """Measurements as rows of a CSV file: one row for each GPU, shape, setting, contender and version.
 
-Measuring again replaces the row. The file in the repository is `benchmarks/results/attention.csv`.
+Measuring again replaces the row. The file in the repository is `benchmarks/results/attention.csv`. Reading, merging and
+writing serve any frozen dataclass of strings, numbers and truth values that has a `key`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
 
 from rainfusion.tools.table import table
 
@@ -70,22 +71,40 @@ class Row:
         return None if self.matmul_tflops is None else self.tflops / self.matmul_tflops
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+class Keyed(Protocol):
+    """A dataclass whose rows are found again by their key."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> tuple[Any, ...]: ...
 
 
-def read(path: Path) -> list[Row]:
+R = TypeVar("R", bound=Keyed)
+
+
+def columns(kind: type[Keyed]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+@overload
+def read(path: Path) -> list[Row]: ...
+@overload
+def read(path: Path, kind: type[R]) -> list[R]: ...
+def read(path: Path, kind: Any = Row) -> list[Any]:
     with open(path, newline="") as file:
         lines = list(csv.reader(file))
-    if not lines or tuple(lines[0]) != COLUMNS:
-        missing = [name for name in COLUMNS if not lines or name not in lines[0]]
+    names = columns(kind)
+    if not lines or tuple(lines[0]) != names:
+        missing = [name for name in names if not lines or name not in lines[0]]
         raise ValueError(f"{path} must have the columns of rainfusion bench --csv; missing: {', '.join(missing)}")
-    types = get_type_hints(Row)
+    types = get_type_hints(kind)
     rows = []
     for number, line in enumerate(lines[1:], 2):
-        if len(line) != len(COLUMNS):
-            raise ValueError(f"{path}, line {number}: must have {len(COLUMNS)} values, got {len(line)}")
+        if len(line) != len(names):
+            raise ValueError(f"{path}, line {number}: must have {len(names)} values, got {len(line)}")
         try:
-            rows.append(Row(*(_parse(text, types[name]) for name, text in zip(COLUMNS, line, strict=True))))
+            rows.append(kind(*(_parse(text, types[name]) for name, text in zip(names, line, strict=True))))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return rows
@@ -99,21 +118,24 @@ def _parse(text: str, kind: Any) -> Any:
     return kind(text) if kind in (str, int) else float(text)
 
 
-def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+def merge(old: Iterable[R], new: Iterable[R]) -> list[R]:
     """New rows take the place of old ones with the same key; the others follow at the end."""
     rows = {row.key: row for row in old}
     rows.update((row.key, row) for row in new)
     return list(rows.values())
 
 
-def update(path: Path, new: Sequence[Row]) -> None:
+def update(path: Path, new: Sequence[R]) -> None:
     """Reads, merges and writes the file, in one step for whoever reads it meanwhile."""
-    rows = merge(read(path) if path.exists() else [], [rounded(row) for row in new])
+    if not new:
+        return
+    kind = type(new[0])
+    rows = merge(read(path, kind) if path.exists() else [], [rounded(row) for row in new])
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     with open(fresh, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(columns(kind))
         writer.writerows([_text(value) for value in astuple(row)] for row in rows)
     os.replace(fresh, path)
 
@@ -124,10 +146,10 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def rounded(row: Row) -> Row:
+def rounded(row: R) -> R:
     """As it comes back from a file, so that keys agree."""
-    types = get_type_hints(Row)
-    return Row(*(_parse(_text(getattr(row, name)), types[name]) for name in COLUMNS))
+    kind, types = type(row), get_type_hints(type(row))
+    return kind(*(_parse(_text(getattr(row, name)), types[name]) for name in columns(kind)))
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
