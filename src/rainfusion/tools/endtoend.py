@@ -490,9 +490,10 @@ class _Measurement:
         return out
 
     def meter(self) -> None:
-        """Attention in a dense forward that is not compiled, after one that warms up."""
-        self.tell("dense, warm-up")
-        self.forward()
+        """Attention in a dense forward that is not compiled, after one that warms up if there is time for several."""
+        if self.job.repeats > 1:
+            self.tell("dense, warm-up")
+            self.forward()
         self.tell("dense, attention alone")
         with AttentionMeter(self.job.device, LEAST_TOKENS) as meter:
             self.reference = self.forward()
