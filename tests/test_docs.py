@@ -33,7 +33,10 @@ def run_page(name, **names):
 
 
 def test_the_python_examples_run():
-    first, *rest = blocks("python")
+    plug_in, first, *rest = blocks("python")
+    pipe = PIPELINES["flux"][0]()
+    exec(plug_in, dict(pipe=pipe))
+    rainfusion.disable(pipe)
     names = dict(t=2, h=8, w=8)
     names["q"], names["k"], names["v"] = torch.randn(3, 1, 2, 128, 16).unbind()
     exec(first, names)

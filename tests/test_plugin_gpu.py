@@ -5,9 +5,8 @@ import torch
 
 pytest.importorskip("diffusers")
 
-import tiny_models
-
 import rainfusion
+import tiny_models
 
 pytestmark = pytest.mark.gpu
 
