@@ -479,7 +479,10 @@ def test_a_compiled_model():
     assert ATTRIBUTE not in vars(model)
 
 
-@pytest.mark.parametrize("cache", ["FirstBlockCacheConfig", "PyramidAttentionBroadcastConfig", "TaylorSeerCacheConfig"])
+@pytest.mark.parametrize(
+    "cache",
+    ["FirstBlockCacheConfig", "PyramidAttentionBroadcastConfig", "TaylorSeerCacheConfig", "MagCacheConfig"],
+)
 def test_caches(cache):
     import diffusers
 
@@ -492,6 +495,9 @@ def test_caches(cache):
             spatial_attention_timestep_skip_range=(0, 1000),
             current_timestep_callback=lambda: 500,
             spatial_attention_block_identifiers=("blocks.*attn1",),
+        ),
+        MagCacheConfig=lambda: diffusers.MagCacheConfig(
+            num_inference_steps=4, mag_ratios=torch.ones(4), retention_ratio=0.3, max_skip_steps=1
         ),
         TaylorSeerCacheConfig=lambda: diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1),
     )
