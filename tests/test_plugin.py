@@ -27,6 +27,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def native_backend():
+    """`set_attention_backend` of a model sets that of the process, too."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    active = registry._active_backend
+    yield
+    registry.set_active_backend(active)
+
+
 @pytest.fixture
 def placed(monkeypatch):
     """Where each sparse call had its clips."""
@@ -265,6 +274,22 @@ def test_a_processor_shared_with_cross_attention_is_not_touched():
     assert snapshot(model) == before and torch.equal(forward(model, inputs), dense)
 
 
+def test_layers_that_share_a_processor_share_its_backend(monkeypatch):
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    shared = copy.copy(model.blocks[0].attn1.processor)
+    shared._attention_backend = attention_dispatch.AttentionBackendName._NATIVE_MATH
+    for block in model.blocks:
+        block.attn1.processor = shared
+    used = []
+    registry = attention_dispatch._AttentionBackendRegistry._backends
+    function = registry[shared._attention_backend]
+    monkeypatch.setitem(registry, shared._attention_backend, lambda **kwargs: used.append(1) or function(**kwargs))
+    before = snapshot(model)
+    with rainfusion.enabled(model, min_tokens=0, sparsity=0.0):
+        forward(model, inputs)
+    assert len(used) == expected.calls and snapshot(model) == before
+
+
 def test_processors_that_are_swapped_are_found_again():
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
@@ -358,6 +383,14 @@ def test_start_step_without_a_pipeline():
     assert handle.stats().sparse_calls == 2 * 2 * 2
     with pytest.raises(ValueError, match="end_step=1 needs the number of steps"):
         rainfusion.enable(model, end_step=1)
+
+
+def test_forwards_that_name_the_timestep_otherwise():
+    model, inputs, expected = tiny_models.ALL["z_image"]()
+    handle = rainfusion.enable(model, min_tokens=0, start_step=1)
+    for time in (0.9, 0.5):
+        forward(model, {**inputs, "t": torch.tensor([time])})
+    assert handle.stats().sparse_calls == expected.calls
 
 
 def test_a_run_that_was_broken_off_does_not_count_on():
@@ -563,6 +596,198 @@ def test_ip_adapter():
     assert "_attention_backend" not in vars(adapter)
 
 
+# --- what users do ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "cosmos"])
+def test_an_interrupt_leaves_nothing_around_torch(name, monkeypatch):
+    """Ctrl-C in the middle of attention is no Exception."""
+    model, inputs, _ = tiny_models.ALL[name]()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    handle = rainfusion.enable(model, min_tokens=0, on_unsupported="error")
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, inputs)
+    F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 4).unbind())
+    assert handle.stats().dense_calls == 0
+    assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_an_old_handle_has_no_say():
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    before = snapshot(model)
+    old = rainfusion.enable(model, min_tokens=0)
+    with pytest.warns(UserWarning, match="already"):
+        new = rainfusion.enable(model, min_tokens=0)
+    old.disable()
+    forward(model, inputs)
+    assert new.stats().sparse_calls == expected.calls
+    assert "disabled" in repr(old) and "disabled" not in repr(new)
+    new.disable()
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("strength", [0.5, 0.8])
+def test_a_run_that_begins_in_the_middle_of_the_schedule(strength):
+    """Video to video; its pipeline does not tell the scheduler where it begins."""
+    from diffusers import WanVideoToVideoPipeline
+
+    pipe = WanVideoToVideoPipeline(**{
+        name: part for name, part in offline_pipelines.wan().components.items()
+        if name in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    })  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    handle = rainfusion.enable(pipe, min_tokens=0, start_step=1, end_step=1)
+    video = [torch.rand(3, 32, 48) for _ in range(9)]
+    pipe(
+        video=torch.stack(video)[None], num_inference_steps=10, strength=strength,
+        prompt_embeds=torch.randn(1, 16, 32), negative_prompt_embeds=torch.randn(1, 16, 32), height=32, width=48,
+        output_type="latent",
+    )  # fmt: skip
+    steps = round(10 * strength)
+    per_step = 2 * 2  # forwards, layers
+    assert handle.stats().sparse_calls == (steps - 2) * per_step
+    assert set(handle.stats().reasons.values()) == {per_step}
+
+
+def test_an_unknown_number_of_steps_is_refused_at_once():
+    model, _, _ = tiny_models.ALL["wan"]()
+    with pytest.raises(ValueError, match=r"start_step=0\.5 needs the number of steps"):
+        rainfusion.enable(model, start_step=0.5)
+
+
+def test_timesteps_of_each_token():
+    model, inputs, _ = tiny_models.ALL["wan_ti2v"]()
+    handle = rainfusion.enable(model, min_tokens=0, start_step=1)
+    for timestep in (900, 500):
+        tokens = torch.full((1, 3 * 4 * 6), timestep)
+        tokens[:, :24] = 0  # the given frame
+        forward(model, {**inputs, "timestep": tokens})
+    assert handle.stats().sparse_calls == 2
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox", "sd3"])
+@pytest.mark.parametrize("how", ["model", "in place", "blocks"])
+def test_enabling_after_compiling_and_running(name, how):
+    torch._dynamo.reset()
+    model, inputs, expected = tiny_models.ALL[name]()
+    dense = forward(model, inputs)
+    compiled = model
+    if how == "model":
+        compiled = torch.compile(model, backend="aot_eager")
+    elif how == "in place":
+        model.compile(backend="aot_eager")
+    else:
+        for block in model.blocks if name == "wan" else model.transformer_blocks:
+            block.compile(backend="aot_eager")
+    forward(compiled, inputs)
+    handle = rainfusion.enable(compiled, min_tokens=0)
+    torch.testing.assert_close(forward(compiled, inputs), dense, rtol=1e-4, atol=1e-4)
+    assert handle.stats().sparse_calls == expected.calls
+    rainfusion.disable(compiled)
+    forward(compiled, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+def test_attention_that_goes_elsewhere_is_counted(monkeypatch):
+    model, inputs, expected = tiny_models.ALL["sd3"]()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: q)  # as some libraries do
+    handle = rainfusion.enable(model, min_tokens=0)
+    forward(model, inputs)
+    assert handle.stats().dense_calls == expected.calls
+    assert "does not call torch's function" in next(iter(handle.stats().reasons))
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_a_block_that_is_replaced_is_found(name):
+    model, inputs, expected = tiny_models.ALL[name]()
+    handle = rainfusion.enable(model, min_tokens=0)
+    blocks = model.blocks if name == "wan" else model.transformer_blocks
+    old = blocks[0]
+    blocks[0] = copy.deepcopy(blocks[1])
+    forward(model, inputs)
+    assert handle.stats().calls[handle.layers[0]] == (1, 0)
+    assert handle.stats().sparse_calls == expected.calls
+    rainfusion.disable(model)
+    for block in (old, *blocks):
+        attention = block.attn1
+        assert LAYER not in vars(attention) and not attention._forward_pre_hooks and "forward" not in vars(attention)
+
+
+def test_a_transformer_that_is_replaced():
+    pipe, other = offline_pipelines.wan(), offline_pipelines.wan()
+    first = pipe.transformer
+    rainfusion.enable(pipe, min_tokens=0)
+    pipe.transformer = other.transformer
+    rainfusion.disable(pipe)
+    assert ATTRIBUTE not in vars(first)
+
+
+def test_one_transformer_under_two_names():
+    pipe = offline_pipelines.wan()
+    pipe.register_modules(transformer_2=pipe.transformer)
+    before = snapshot(pipe.transformer)
+    rainfusion.enable(pipe, min_tokens=0)
+    rainfusion.disable(pipe)
+    assert snapshot(pipe.transformer) == before
+
+
+def test_a_default_device_changes_nothing():
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    with torch.device("meta"):
+        handle = rainfusion.enable(model, min_tokens=0)
+    forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+def test_processors_lent_to_another_model_do_not_make_it_sparse():
+    one, inputs, expected = wide_wan()
+    other, _, _ = wide_wan()
+    dense = forward(other, inputs)
+    handle = rainfusion.enable(one, min_tokens=0)
+    forward(one, inputs)
+    other.set_attn_processor(dict(one.attn_processors))
+    assert torch.equal(forward(other, inputs), dense)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+def test_ids_are_read_in_any_thread():
+    rule = models.MODELS["FluxTransformer2DModel"].grid
+    failures = []
+
+    def read():
+        try:
+            for _ in range(300):
+                ids = tiny_models.image_ids(4, 6)
+                assert rule({"img_ids": ids}, {}) == [(1, 4, 6)]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_ids_that_are_no_rectangle_or_change():
+    from rainfusion.plugin.grids import NoGrid
+
+    rule = models.MODELS["FluxTransformer2DModel"].grid
+    ids = torch.cat([tiny_models.image_ids(4, 6), tiny_models.image_ids(4, 3)])
+    with pytest.raises(NoGrid, match="whole pictures"):
+        rule({"img_ids": ids}, {})
+    ids = tiny_models.image_ids(4, 6)
+    assert rule({"img_ids": ids}, {}) == [(1, 4, 6)]
+    ids.copy_(tiny_models.image_ids(6, 4))
+    assert rule({"img_ids": ids}, {}) == [(1, 6, 4)]
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -670,6 +895,7 @@ def test_what_is_no_pipeline():
         (dict(backend="x"), ValueError, "backend must be one of"),
         (dict(token_order="x"), ValueError, "token_order must be"),
         (dict(block_size=3), ValueError, "block_size must be"),
+        (dict(sparse_type="ada_bsa", block_size=64), ValueError, "block_size must be 128 with"),
     ],
 )
 def test_wrong_arguments(kwargs, error, message):
@@ -762,13 +988,34 @@ def test_register_model():
         (dict(attention=[]), TypeError, "attention must be names"),
         (dict(grid=3), TypeError, "grid must be a function"),
         (dict(others=None), TypeError, "others must be"),
+        (dict(model=3), TypeError, "model must be a class"),
         (dict(call="x"), ValueError, "call must be one of"),
     ],
 )
 @pytest.mark.usefixtures("rows")
 def test_wrong_rows(kwargs, error, message):
     with pytest.raises(error, match=message):
-        rainfusion.register_model("X", **{**dict(attention=["a"], grid=lambda *_: [(1, 1, 1)]), **kwargs})
+        rainfusion.register_model(**{**dict(model="X", attention=["a"], grid=lambda *_: [(1, 1, 1)]), **kwargs})
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("found", [(2, 4, 6), None, [(2, 4)], [(2.5, 4, 6)], [(0, 4, 6)]])
+def test_a_grid_function_that_returns_something_else(found):
+    rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: found, call="sdpa", unless="nothing")
+    model = OwnModel()
+    rainfusion.enable(model)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"grid function must return \[\(t, h, w\), \.\.\.\], got"):
+        model(torch.randn(1, 48, 16), (2, 4, 6))
+
+
+@pytest.mark.usefixtures("rows")
+def test_unless_takes_one_name():
+    rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: [(2, 4, 6)], call="sdpa", unless="size")
+    model = OwnModel()
+    handle = rainfusion.enable(model, min_tokens=0)
+    with torch.no_grad():
+        model(torch.randn(1, 48, 16), (2, 4, 6))
+    assert list(handle.stats().reasons) == ["no grid: with size the tokens lie in another order"]
 
 
 def test_stats_print_as_a_table():

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from rainfusion.plugin import hub
-from rainfusion.plugin.controller import ATTRIBUTE, Controller
+from rainfusion.plugin.controller import ATTRIBUTE, Controller, enabled_through
 from rainfusion.plugin.models import find, known, register_model
 from rainfusion.plugin.settings import Settings
 from rainfusion.plugin.stats import Stats, Tally
@@ -115,11 +115,12 @@ def enable(
     )  # fmt: skip
     hub.dispatch_module()
     models, pipeline = _transformers(pipe_or_transformer)
-    if settings.end_step and pipeline is None:
-        raise ValueError(
-            f"end_step={end_step} needs the number of steps, which a transformer alone does not know: enable the "
-            "pipeline"
-        )
+    for name, steps in (("start_step", settings.start_step), ("end_step", settings.end_step)):
+        if pipeline is None and steps and (name == "end_step" or isinstance(steps, float)):
+            raise ValueError(
+                f"{name}={steps} needs the number of steps, which a transformer alone does not know: enable the "
+                "pipeline"
+            )
     if settings.precision != "native" and not _has_hopper():
         warnings.warn(
             f"precision={precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be dense",
@@ -155,6 +156,8 @@ def _has_hopper() -> bool:
 def disable(pipe_or_transformer: Any) -> None:
     """Leaves the pipeline or transformer as it was before `enable`; does nothing where that was not called."""
     _detach(_modules(pipe_or_transformer))
+    for controller in enabled_through(pipe_or_transformer):  # a transformer that was replaced since
+        controller.detach()
 
 
 @contextmanager
@@ -208,8 +211,9 @@ def _modules(target: Any) -> dict[str, nn.Module]:
         raise TypeError(
             f"pipe_or_transformer must be a diffusers pipeline or its transformer, got {type(target).__name__}"
         )
-    return {
-        name: getattr(module, "_orig_mod", module)
-        for name, module in components.items()
-        if isinstance(module, nn.Module)
-    }
+    found: dict[str, nn.Module] = {}
+    for name, component in components.items():
+        module = getattr(component, "_orig_mod", component)
+        if isinstance(module, nn.Module) and not any(module is other for other in found.values()):
+            found[name] = module
+    return found

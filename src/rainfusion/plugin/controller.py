@@ -2,7 +2,7 @@
 
 A hook on the transformer finds the scene; a hook on every self-attention module says which layer is at work. The call
 itself arrives through a backend of diffusers that only these modules have (`hub`), or, where a model calls torch's
-attention directly, through a torch function mode around the module. Everything can be taken off again.
+attention directly, through a scope around the module's forward. Everything can be taken off again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from rainfusion.plugin import calls, hub, shards
 from rainfusion.plugin.grids import NoGrid, Scene
 from rainfusion.plugin.models import Model
+from rainfusion.plugin.scope import Scope
 from rainfusion.plugin.settings import Settings, check_layers
 from rainfusion.plugin.stats import Tally
 from rainfusion.plugin.steps import Steps
@@ -32,6 +31,7 @@ from rainfusion.plugin.steps import Steps
 ATTRIBUTE = "_rainfusion"  # on the transformer: its controller
 LAYER = "_rainfusion_layer"  # on a self-attention module: its controller's number and its own, see `_At`
 
+_TIMESTEPS = ("timestep", "timesteps", "t")  # what forwards call it
 _NUMBERS = itertools.count()
 _CONTROLLERS: weakref.WeakValueDictionary[int, Controller] = weakref.WeakValueDictionary()
 _log = logging.getLogger("rainfusion")
@@ -84,10 +84,14 @@ class Controller:
         self._why_now: str | None = None
         self._plans: dict[Any, calls.Plan | str] = {}
         self._warned: set[str] = set()
-        self._number = _OF_MODELS.setdefault(model, next(_NUMBERS))
+        if model not in _OF_MODELS:
+            _OF_MODELS[model] = next(_NUMBERS)
+        self._number = _OF_MODELS[model]
         self._taken: dict[int, _Taken] = {}
-        self._modes: list[_SDPAMode] = []
+        self._scopes: list[Scope] = []
         self._found: list[nn.Module] | None = None
+        self.entered: set[int] = set()  # layers of this forward whose module was called, and those that reached us
+        self._reached: set[int] = set()
         self.backend = hub.backend(_attention)
         self.attached = False
 
@@ -104,20 +108,39 @@ class Controller:
         setattr(model, ATTRIBUTE, self)
         self._label_layers(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-        for module in self._modules(model):
-            if self.row.call == "dispatch":
-                module.register_forward_pre_hook(_enter, prepend=True)
-            else:
-                module.register_forward_pre_hook(self._enter_scope, prepend=True)
-                module.register_forward_hook(self._leave_scope, always_call=True)
+        model.register_forward_hook(self._after_forward, always_call=True)
+        self._hook_layers(model)
         self._take_processors(model)
 
     def _label_layers(self, model: nn.Module) -> None:
         """Calls of these layers come here from now on."""
         _CONTROLLERS[self._number] = self
         for layer, module in enumerate(self._modules(model)):
-            setattr(module, LAYER, torch.tensor([self._number, layer]))
+            setattr(module, LAYER, torch.tensor([self._number, layer], device="cpu"))
         self.attached = True
+
+    def _hook_layers(self, model: nn.Module) -> None:
+        for layer, module in enumerate(self._modules(model)):
+            if self.row.call == "dispatch":
+                module.register_forward_pre_hook(_enter, prepend=True)
+            else:
+                copied = vars(module).get("forward")
+                if isinstance(copied, Scope):  # with the block of another layer
+                    copied.take_off()
+                scope = Scope(module, self, layer)
+                scope.put_on()
+                self._scopes.append(scope)
+
+    def _unhook_layers(self, model: nn.Module) -> None:
+        for module in self._modules(model):
+            module.__dict__.pop(LAYER, None)
+            self._drop_hooks(module)
+            scope = vars(module).get("forward")
+            if isinstance(scope, Scope) and scope.owner is self:  # also of a copy, which has no list of them
+                scope.take_off()
+        for scope in self._scopes:
+            scope.take_off()
+        self._scopes.clear()
 
     def reattach(self) -> None:
         """After `detach`, with the same settings and counts."""
@@ -127,22 +150,22 @@ class Controller:
             self.attach()
 
     def detach(self) -> None:
-        """Leaves the model as it was found."""
+        """Leaves the model as it was found, unless another controller has it."""
         model = self.model
         self.attached = False
-        if model is None:
+        if model is None or vars(model).get(ATTRIBUTE) is not self:
             return
         if any(taken.processor is None for taken in self._taken.values()):
             self._take_processors(model)  # a copy that never ran
-        for module in [model, *self._modules(model)]:
-            module.__dict__.pop(LAYER, None)
-            self._drop_hooks(module)
-        modules = self._modules(model)
+        self._drop_hooks(model)
+        self._unhook_layers(model)
+        self._give_all_back(model)
+        del model.__dict__[ATTRIBUTE]
+
+    def _give_all_back(self, model: nn.Module) -> None:
         for layer, taken in self._taken.items():
-            self._give_back(modules[layer], taken)
+            self._give_back(self._modules(model)[layer], taken)
         self._taken.clear()
-        if model.__dict__.get(ATTRIBUTE) is self:
-            del model.__dict__[ATTRIBUTE]
 
     def _drop_hooks(self, module: nn.Module) -> None:
         tables = (
@@ -164,6 +187,18 @@ class Controller:
             self._found = [named[name] for name in self.names]
         return self._found
 
+    def _follow(self, model: nn.Module) -> None:
+        """Blocks may have been replaced since the last forward."""
+        if all(
+            model.get_submodule(name) is module for name, module in zip(self.names, self._modules(model), strict=True)
+        ):
+            return
+        self._unhook_layers(model)
+        self._give_all_back(model)
+        self._found = None
+        self._label_layers(model)
+        self._hook_layers(model)
+
     # -----------------------------------------------------------------------------------------------------------------
     # processors (models that go through diffusers' dispatch)
 
@@ -177,8 +212,10 @@ class Controller:
             if processor is None or (before is not None and before.processor is processor and self._has(processor)):
                 continue
             found = vars(processor).get("_attention_backend", _NOTHING)
-            if found is self.backend:  # of a copied model
-                found = _NOTHING if before is None else before.backend
+            if found is self.backend:  # of a copied model, or shared with a layer before
+                others = (taken for taken in self._taken.values() if taken.processor is processor)
+                known = before or next(others, None)
+                found = _NOTHING if known is None else known.backend
             if before is not None and before.processor is not None:
                 self._give_back(module, before)
             original = processor
@@ -229,17 +266,29 @@ class Controller:
         given = bound.arguments
         if not self.attached:  # a copy that runs for the first time
             self._label_layers(model)
+        self._follow(model)
+        self.entered.clear()
+        self._reached.clear()
         try:
             self._scene = self.row.scene(given, getattr(model, "config", {}))
         except NoGrid as reason:
             self._scene = calls.Unsupported(f"no grid: {reason}")
-        self._why_now = self._why_dense_now(given.get("timestep"))
+        self._why_now = self._why_dense_now(next((given[name] for name in _TIMESTEPS if name in given), None))
         if len(self._plans) > 64:
             self._plans.clear()
         self._take_processors(model)
         self._count_the_unreachable(model)
 
+    def _after_forward(self, model: nn.Module, args: Any, out: Any) -> None:
+        _AT.layer = None  # a processor of ours that another model got hold of finds nobody here
+        reason = "its attention does not call torch's function (a processor of its own, or a patched torch)"
+        if self.row.call == "active" and hub.active_backend() not in hub.THROUGH_SDPA:
+            reason = f"the active attention backend is {hub.active_backend()!r}, and this model takes no other"
+        for layer in sorted(self.entered - self._reached):
+            self._dense(layer, self._why_layer(layer) or calls.Unsupported(reason))
+
     _before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _after_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _why_dense_now(self, timestep: Any) -> str | None:
         if not self.settings.start_step and not self.settings.end_step:
@@ -249,29 +298,33 @@ class Controller:
 
     def _count_the_unreachable(self, model: nn.Module) -> None:
         """Layers whose calls will not come to us are dense; they are counted here, since nobody else will."""
-        if self.row.call == "dispatch":
-            for layer, module in enumerate(self._modules(model)):
-                processor = getattr(module, "processor", None)
-                if not hasattr(type(processor), "_attention_backend"):
-                    reason = f"{type(processor).__name__} does not go through diffusers' attention dispatch"
-                    self._dense(layer, calls.Unsupported(reason))
-        elif self.row.call == "active" and hub.active_backend() not in hub.THROUGH_SDPA:
-            reason = f"the active attention backend is {hub.active_backend()!r}, and this model takes no other"
-            for layer in range(len(self.names)):
-                self._dense(layer, calls.Unsupported(reason))
-
-    def _enter_scope(self, module: nn.Module, args: Any) -> None:
-        _enter(module, args)
-        mode = _SDPAMode(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        self._modes.append(mode)
-
-    def _leave_scope(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._modes:
-            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self.row.call != "dispatch":
+            return
+        for layer, module in enumerate(self._modules(model)):
+            processor = getattr(module, "processor", None)
+            if not hasattr(type(processor), "_attention_backend"):
+                name = "a module without a processor" if processor is None else type(processor).__name__
+                reason = f"{name} does not go through diffusers' attention dispatch"
+                self._dense(layer, self._why_layer(layer) or calls.Unsupported(reason))
 
     # -----------------------------------------------------------------------------------------------------------------
     # calls
+
+    def answer(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any,
+        scale: float | None,
+        is_causal: bool,
+        dropout_p: float,
+        dense: Callable[[], Tensor],
+    ) -> Tensor:
+        """A call of torch's function."""
+        self._reached.add(layer)
+        return self.attend(layer, q, k, v, attn_mask, scale, dense, special=_special(dropout_p, is_causal))
 
     def attend(
         self,
@@ -312,17 +365,24 @@ class Controller:
         return dense()
 
     def _why_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, special: str | None) -> str | None:
+        asked = self._why_layer(layer)
+        if asked is not None:
+            return asked
         if special is not None:
             return calls.Unsupported(special)
-        if layer in self.settings.skip_layers:
-            return calls.AsAsked("the layer is in skip_layers")
-        if self._why_now is not None:
-            return self._why_now
+        if any(x.dim() != 4 for x in (q, k, v)):
+            return calls.Unsupported(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions instead of 4")
         if isinstance(self._scene, str):
             return self._scene
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return calls.Unsupported("gradients are wanted, and sparse attention has none")
         return None
+
+    def _why_layer(self, layer: int) -> str | None:
+        """The user wants it dense, now or always."""
+        if layer in self.settings.skip_layers:
+            return calls.AsAsked("the layer is in skip_layers")
+        return self._why_now
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None) -> calls.Plan | str:
         key = (q.shape, k.shape, q.dtype, k.dtype, v.dtype, q.device, scene, scale)
@@ -362,13 +422,18 @@ class Controller:
         twin.steps = Steps(memo.get(id(self.steps.pipeline), self.steps.pipeline))
         twin.tally = Tally(len(self.names))
         twin._start(model)
-        twin._taken = {
-            layer: _Taken(None, None, taken.backend) for layer, taken in self._taken.items()
-        }  # what to put back one day
+        # what to put back one day; which processors these are is found out when the copy runs or is disabled
+        twin._taken = {layer: _Taken(None, None, taken.backend) for layer, taken in self._taken.items()}
         return twin
 
     def __reduce__(self) -> Any:
         raise TypeError("a model with sparse attention cannot be pickled: call rainfusion.disable(model) before")
+
+
+def enabled_through(pipeline: Any) -> list[Controller]:
+    return [
+        control for control in list(_CONTROLLERS.values()) if control.attached and control.steps.pipeline is pipeline
+    ]
 
 
 def layer_names(model: nn.Module, row: Model) -> list[str]:
@@ -469,45 +534,6 @@ def _dispatched(
 @_dispatched.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-class _SDPAMode(TorchFunctionMode):
-    """torch's attention, called inside one module's forward."""
-
-    def __init__(self, controller: Controller) -> None:
-        super().__init__()
-        self.controller = controller
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attend(*args, **kwargs)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """[B, N, S, D]"""
-
-        def dense() -> Tensor:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                enable_gqa=enable_gqa,
-            )  # fmt: skip
-
-        layer = _AT.layer
-        return self.controller.attend(
-            0 if layer is None else int(layer[1]), query, key, value, attn_mask, scale, dense,
-            special=_special(dropout_p, is_causal),
-        )  # fmt: skip
 
 
 def _special(dropout_p: float, is_causal: bool) -> str | None:

@@ -7,6 +7,7 @@ behind the other: what is generated first, then reference images. It raises `NoG
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -40,7 +41,7 @@ class Scene(NamedTuple):
         """In a sequence of this length; None if it does not fit."""
         others = length - self.tokens
         before = others if self.before is None else self.before
-        if others < before or (self.alone and others != 0):
+        if others < 0 or others < before or (self.alone and others != 0):
             return None
         return Placed(self.grids, before, others - before)
 
@@ -204,16 +205,18 @@ class _ReadOnce(Generic[T]):
 
     def __init__(self, function: Callable[..., T]) -> None:
         self._function = function
-        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Tensor]], T]] = {}
+        self._lock = threading.Lock()
+        self._known: dict[tuple[tuple[int, int | None], ...], tuple[list[weakref.ref[Tensor]], T]] = {}
 
     def __call__(self, *tensors: Tensor) -> T:
-        key = tuple(map(id, tensors))
-        entry = self._known.get(key)
-        if entry is None or any(ref() is not tensor for ref, tensor in zip(entry[0], tensors, strict=True)):
-            for old in [old for old, (refs, _) in self._known.items() if any(ref() is None for ref in refs)]:
-                del self._known[old]
-            entry = self._known[key] = [weakref.ref(tensor) for tensor in tensors], self._function(*tensors)
-        return entry[1]
+        key = tuple((id(x), None if x.is_inference() else x._version) for x in tensors)
+        with self._lock:
+            entry = self._known.get(key)
+            if entry is None or any(ref() is not tensor for ref, tensor in zip(entry[0], tensors, strict=True)):
+                for old in [old for old, (refs, _) in self._known.items() if any(ref() is None for ref in refs)]:
+                    del self._known[old]
+                entry = self._known[key] = [weakref.ref(tensor) for tensor in tensors], self._function(*tensors)
+            return entry[1]
 
 
 def grids_of_ids(ids: Tensor, columns: tuple[int, int]) -> list[Grid] | None:
@@ -225,9 +228,10 @@ def grids_of_ids(ids: Tensor, columns: tuple[int, int]) -> list[Grid] | None:
     for first, last in pairwise(starts):
         breaks = changes[first : last - 1, 1].nonzero().flatten()
         width = int(breaks[0]) + 1 if len(breaks) else last - first
-        if (last - first) % width:
+        height = (last - first) // width
+        if height * width != last - first or (breaks + 1).tolist() != [width * row for row in range(1, height)]:
             return None
-        grids.append((1, (last - first) // width, width))
+        grids.append((1, height, width))
     return grids
 
 

@@ -44,9 +44,15 @@ class Model:
         for name in self.unless:
             if arguments.get(name) is not None:
                 raise NoGrid(f"with {name} the tokens lie in another order")
-        grids = tuple((int(t), int(h), int(w)) for t, h, w in self.grid(arguments, config))
-        if not grids or any(size < 1 for grid in grids for size in grid):
-            raise NoGrid(f"found {list(grids)}")
+        found = self.grid(arguments, config)
+        try:
+            grids = tuple(checks.grid("grid", tuple(sizes)) for sizes in found)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the model's grid function must return [(t, h, w), ...], got {found!r}: {error}"
+            ) from error
+        if not grids:
+            raise NoGrid("the list of clips is empty")
         return Scene(grids, self._before(arguments), self.others == "none")
 
     def _before(self, arguments: Mapping[str, Any]) -> int | None:
@@ -167,6 +173,8 @@ def register_model(
         streams_apart: with context parallelism, text and picture are split each on its own.
         unless: arguments of the forward that, if given, put the tokens in another order, so that it stays dense.
     """
+    if not isinstance(model, (str, type)):
+        raise TypeError(f"model must be a class or the name of one, got {type(model).__name__}")
     name = model if isinstance(model, str) else model.__name__
     globs = (attention,) if isinstance(attention, str) else tuple(attention)
     if not globs or not all(isinstance(glob, str) for glob in globs):
@@ -178,5 +186,5 @@ def register_model(
     checks.choice("call", call, CALLS)
     MODELS[name] = Model(
         globs, grid, others, call, checks.flag("pairs_are_keys", pairs_are_keys),
-        checks.flag("streams_apart", streams_apart), tuple(unless),
+        checks.flag("streams_apart", streams_apart), (unless,) if isinstance(unless, str) else tuple(unless),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ class Settings:
         block_size = arguments.one_of("block_size", block_size, arguments.BLOCK_SIZES)
         arguments.order_and_window(token_order, block_size)
         arguments.choice("precision", precision, arguments.PRECISIONS)
+        if sparse_type == "ada_bsa" and block_size != 128:
+            raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
         return cls(
             sparse_type=arguments.choice("sparse_type", sparse_type, _SPARSE_TYPES),
             sparsity=None if sparsity is None else arguments.fraction("sparsity", sparsity, zero=True),
@@ -88,7 +90,8 @@ class Settings:
         """start_step and end_step in words, if one of them covers this step."""
         if step < _number(self.start_step, total):
             return "the first steps are dense (start_step)"
-        if total is not None and step >= total - _number(self.end_step, total):
+        last = _number(self.end_step, total)
+        if last and total is not None and total - last <= step < total:  # beyond: of a run that is not this pipeline's
             return "the last steps are dense (end_step)"
         return None
 
@@ -132,7 +135,7 @@ def layers(value: Any) -> frozenset[int]:
         return frozenset(found)
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value,)
-    if not isinstance(value, (Sequence, Iterable)) or isinstance(value, bytes):
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
         raise TypeError(f'skip_layers must be ints or text such as "0-3,38", got {value!r} ({type(value).__name__})')
     return frozenset(arguments.integer("skip_layers", layer, minimum=0) for layer in value)
 

@@ -39,17 +39,12 @@ def attend(
     if isinstance(parts, str):
         return parts
     length = sum(map(sum, parts))
-    placed = calls.placed_for(scene, length, length)
-    if isinstance(placed, str):
-        return placed
-    reason = calls.why_short(length, settings)
-    if reason is not None:
-        return reason
+    all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))  # no values
+    how = calls.plan(all_q, all_k, all_v, scene, scale, settings)
+    if isinstance(how, str):
+        return how
     if q.shape[1] % config.ulysses_degree or k.shape[1] % config.ulysses_degree:
         return calls.Unsupported(f"{q.shape[1]} heads cannot be shared out to {config.ulysses_degree} processes")
-    kwargs = calls.call_arguments(settings, placed)
-    if kwargs["sparsity"] == 0.0 and settings.sparse_type != "ada_bsa":
-        return calls.AsAsked("sparsity is 0")
     group = config._flattened_mesh.get_group()
     sizes = [sum(part[rank] for part in parts) for rank in range(ranks)]
     order = _order(tuple(map(tuple, parts))) if len(parts) > 1 else None
@@ -61,26 +56,29 @@ def attend(
         ulysses_group=config._ulysses_mesh.get_group() if config.ulysses_degree > 1 else None,
         ring_group=config._ring_mesh.get_group() if config.ring_degree > 1 else None,
         sizes=sizes, order=order, input_layout="BNSD",
-        attend_kwargs=dict(kwargs, scale=scale, backend=settings.backend),
+        attend_kwargs=dict(calls.call_arguments(settings, how.placed), scale=scale, backend=how.runner),
     )  # fmt: skip
-    return Sharded(out, placed)
+    return Sharded(out, how.placed)
 
 
 def _parts(local: int, ranks: int, scene: Scene, row: Model, config: Any) -> list[list[int]] | str:
-    """Tokens of each rank, a list for every stream that is split on its own: text, then the rest; or one of all."""
-    group = config._flattened_mesh.get_group()
-    if not row.streams_apart and not scene.alone and (config.ulysses_anything or config.ring_anything):
-        sizes: list[Any] = [None] * ranks
-        dist.all_gather_object(sizes, local, group=group)  # waits for the others: the length is known to none
-        return [sizes]
-    if not row.streams_apart:
-        parts = [_split(scene.tokens if scene.alone else local * ranks, ranks)]
-    else:
+    """Tokens of each rank, a list for every stream that is split on its own: text, then the rest; or one of all.
+
+    All ranks come to the same answer, since they must all take part in what follows, or none.
+    """
+    if row.streams_apart:
         assert scene.before is not None
         parts = [_split(scene.before, ranks), _split(scene.tokens, ranks)]
-    rank = dist.get_rank(group)
-    if sum(part[rank] for part in parts) != local:
-        return calls.Unsupported(f"this rank's {local} tokens are not its share of the sequence")
+    else:
+        parts = [_split(scene.tokens if scene.alone else local * ranks, ranks)]
+    expected = [sum(part[rank] for part in parts) for rank in range(ranks)]
+    sizes: list[Any] = [local] * ranks
+    if config.ulysses_anything or config.ring_anything:  # they may differ, and only the others know; the host waits
+        dist.all_gather_object(sizes, local, group=config._flattened_mesh.get_group())
+    if not row.streams_apart and not scene.alone:
+        return [sizes]
+    if sizes != expected:
+        return calls.Unsupported(f"shards of {sizes} tokens are not {expected}, as this model's would be")
     return parts
 
 

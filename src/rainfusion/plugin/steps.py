@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class Steps:
-    """Reads the scheduler's step index; counts changes of the current timestep where a scheduler has none.
+    """Counts how often what a pipeline says of its progress has changed since its schedule was made.
 
-    Without a pipeline the value of the forward's timestep is compared, which waits for the device.
+    That is the current timestep, where the pipeline tells it (a new object for every step), or else the scheduler's
+    step index. Without a pipeline the value of the forward's timestep is compared, which waits for the device.
     """
 
     def __init__(self, pipeline: Any | None) -> None:
@@ -38,21 +39,19 @@ class Steps:
         """0 for the first. `timestep`: of the forward, for those who have no pipeline."""
         pipeline = self.pipeline
         scheduler = getattr(pipeline, "scheduler", None)
-        if scheduler is not None and hasattr(scheduler, "step_index"):
-            first = getattr(scheduler, "begin_index", None) or 0
-            index = scheduler.step_index
-            return 0 if index is None else max(0, int(index) - first)
         schedule = getattr(scheduler, "timesteps", None)
-        now = getattr(pipeline, "_current_timestep", None)
-        if now is not None:  # a new object for every step
-            return self._counted(now, schedule, now is self._last)
-        if isinstance(timestep, Tensor):
-            value = float(timestep.flatten()[0])
+        told = getattr(pipeline, "_current_timestep", None)
+        if told is not None:
+            return self._counted(told, schedule, told is self._last)
+        if scheduler is not None and hasattr(scheduler, "step_index"):
+            index = scheduler.step_index  # None before the first step
+            return self._counted((index,), schedule, (index,) == self._last, begins_again=index is None)
+        if isinstance(timestep, Tensor):  # of each token, perhaps, where given frames have 0
+            value = float(timestep.max())
             return self._counted(value, schedule, value == self._last, begins_again=value == self._first)
         return 0
 
     def _counted(self, now: Any, schedule: Any, same: bool, begins_again: bool = False) -> int:
-        """Changes since the schedule was made, or since the first timestep came again."""
         if schedule is not self._schedule or self._last is None or (begins_again and not same):
             self._schedule, self._first, self._count = schedule, now, 0
         elif not same:
