@@ -72,7 +72,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argpars
     ms, _ = median(lambda: triton.block_means(q, layout), args.seconds)
     print(f"pool q: {ms:.3f} ms", flush=True)
     options = arguments.options(q, k, predicts=True, **call)
-    keys = triton.prepare(k, v, layout, None, None, pool=True)
+    keys = triton.prepare(k, v, layout, None, None, pool=1)
     both, _ = median(lambda: triton.choose_blocks(q, keys, None, layout, layout, None, options), args.seconds)
     print(f"scores, best blocks and lists: {both - ms:.3f} ms", flush=True)
 
@@ -126,7 +126,7 @@ def _layout(q: Tensor, call: dict[str, Any]) -> Any:
 
 def _prepare(backend: str, precision: str, k: Tensor, v: Tensor, layout: Any) -> Any:
     extra = {} if precision == "native" else {"precision": precision}
-    return BACKENDS[backend].prepare(k, v, layout, None, None, pool=True, **extra)
+    return BACKENDS[backend].prepare(k, v, layout, None, None, pool=1, **extra)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -122,6 +122,21 @@ def mean_scores(q, k, scale, order_q, order_k, keep, block_size):
     return scores
 
 
+def part_scores(q, k, scale, order_q, order_k, keep, block_size):
+    """float64 [B, Hq, NQ, NK]: log-sum-exp over the pairs of quarters of a block, those without a token left out."""
+    quarter = block_size // 4
+    exact = mean_scores(q, k, scale, order_q, order_k, keep, quarter)
+    rows, columns = math.ceil(len(order_q) / block_size), math.ceil(len(order_k) / block_size)
+    scores = torch.empty(*exact.shape[:2], rows, columns).double()
+    for i in range(rows):
+        for j in range(columns):
+            scores[:, :, i, j] = exact[:, :, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].flatten(2).logsumexp(2)
+    return scores
+
+
+SCORES = {"mean": mean_scores, "submeans": part_scores}
+
+
 def rf_v2_rows(scores, sparsity, protected_q, protected_k):
     """One row at a time: a sort in plain Python."""
     dense = torch.zeros(scores.shape, dtype=torch.bool)
@@ -206,6 +221,32 @@ def attention(q, k, v, tokens, attn_mask=None, scale=None, causal=False):
     logits = (q @ k.mT * scale + bias[:, None, None, :]).masked_fill(~tokens, -math.inf)
     probs = logits.softmax(-1).masked_fill(~tokens, 0.0)
     return probs @ v.masked_fill(~keep[:, None, :, None], 0.0), logits.logsumexp(-1)
+
+
+def compensated(q, k, v, dense, order_q, order_k, block_size, attn_mask=None, scale=None):
+    """out, lse in float64: the kept tokens, and one token for each skipped block: its means, its number as a bias."""
+    keep, bias = kept_keys(attn_mask, q.shape[0], k.shape[2])
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf).double()
+    blocks = blocks_of(len(order_k), block_size)
+    for b in range(q.shape[0]):
+        live = [[order_k[i] for i in block if keep[b, order_k[i]]] for block in blocks]
+        for h in range(q.shape[1]):
+            for row, rows in enumerate(blocks_of(len(order_q), block_size)):
+                tokens = [t for j, block in enumerate(live) if dense[b, h, row, j] for t in block]
+                skipped = [block for j, block in enumerate(live) if block and not dense[b, h, row, j]]
+                if not tokens and not skipped:
+                    continue
+                keys = torch.cat([k[b, h, tokens], *(k[b, h, block].mean(0, keepdim=True) for block in skipped)])
+                values = torch.cat([v[b, h, tokens], *(v[b, h, block].mean(0, keepdim=True) for block in skipped)])
+                extra = torch.cat([bias[b, tokens], *(bias[b, block].logsumexp(0, keepdim=True) for block in skipped)])
+                queries = [order_q[i] for i in rows]
+                logits = q[b, h, queries] @ keys.T * scale + extra
+                lse[b, h, queries] = logits.logsumexp(-1)
+                out[b, h, queries] = logits.softmax(-1) @ values
+    return out, lse
 
 
 def expand(dense, order_q, order_k, block_size):

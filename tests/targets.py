@@ -84,6 +84,7 @@ def calls(everything: bool) -> Iterator[Call]:
     if not everything:
         yield Call(torch.bfloat16, 128, video)
         yield Call(torch.bfloat16, 128, ada_bsa, masked=True, return_lse=True)
+        yield Call(torch.bfloat16, 128, dict(video, predictor="submeans", compensate=True))
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (128,) if dtype == torch.float16 else (64, 72, 128, 256):  # fp16 is laid out as bf16 is
@@ -91,6 +92,7 @@ def calls(everything: bool) -> Iterator[Call]:
                 here = dict(video, block_size=block_size)
                 yield Call(dtype, head_dim, here)
                 yield Call(dtype, head_dim, here, masked=True, return_lse=True)
+                yield Call(dtype, head_dim, dict(here, predictor="submeans", compensate=True), masked=head_dim == 64)
                 yield Call(dtype, head_dim, dict(is_causal=True, block_size=block_size), given=True)
                 yield Call(dtype, head_dim, dict(block_size=block_size), given=True, masked=True)
             yield Call(dtype, head_dim, ada_bsa)
@@ -198,6 +200,7 @@ def launches(target: Target, everything: bool) -> list[Launch]:
 def run(call: Call, backend: Any) -> None:
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
     from rainfusion import BlockMask, arguments, pipeline
+    from rainfusion.backends import triton
 
     def tensor(heads: int) -> torch.Tensor:
         if call.strided:
@@ -216,6 +219,10 @@ def run(call: Call, backend: Any) -> None:
     backend.attend(q, k, v, mask, *layouts, keep=keep, bias=None, options=options, return_lse=call.return_lse)
     if not call.given:
         backend.predict(q, k, keep, options, *layouts)
+    if options.compensate:
+        full = BlockMask.full(1, 4, LENGTH, LENGTH, block_size=options.block_size)
+        weights, lse = torch.zeros(1, layouts[1].num_blocks), torch.zeros(1, 4, LENGTH)
+        triton.compensate(q, k, v, torch.empty_like(q), lse, full, keep, weights, options.scale, *layouts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ CASES = {
     "inference mode": Case(dict(VIDEO, txt_len=77), tokens=1197, text=77, inference_mode=True, tells_sizes=False),
     "a close call": Case(dict(sparse_type="rf_v2", sparsity=0.5), tokens=640, close_call=True),
     "a scale": Case(dict(VIDEO, scale=0.5)),
+    "submeans": Case(dict(VIDEO, predictor="submeans"), cuts=(2, 1, 3, 1)),
+    "compensated": Case(dict(VIDEO, txt_len=77, predictor="submeans", compensate=True), tokens=1197, text=77),
     "reference": Case(dict(VIDEO, backend="reference")),
     "triton's kernels": Case(dict(VIDEO, backend="triton", latent_shape_q=[1, 16, 22], txt_len=32), tokens=384),
     "ada_bsa": Case(dict(sparse_type="ada_bsa", sparsity=0.5, cdf_threshold=0.9)),

@@ -210,6 +210,18 @@ def test_ada_bsa():
     assert 0 < (sparse - dense).norm() / dense.norm() < 0.5
 
 
+def test_predictor_and_compensation_reach_the_call():
+    """Which is better is a question of the data: here it is noise."""
+    model, inputs, _ = wide_wan()
+    dense = forward(model, inputs)
+    errors = []
+    for kwargs in (dict(), dict(compensate=True), dict(predictor="submeans", compensate=True)):
+        with rainfusion.enabled(model, min_tokens=0, sparsity=0.8, **kwargs) as handle:
+            errors.append(float((forward(model, inputs) - dense).norm()))
+        assert handle.stats().dense_calls == 0
+    assert len(set(errors)) == 3
+
+
 def test_gradients_stay_possible():
     model, inputs, _ = wide_wan()
     handle = rainfusion.enable(model, min_tokens=0)
@@ -894,6 +906,8 @@ def test_what_is_no_pipeline():
         (dict(min_tokens=-1), ValueError, "min_tokens must be at least 0"),
         (dict(backend="x"), ValueError, "backend must be one of"),
         (dict(token_order="x"), ValueError, "token_order must be"),
+        (dict(predictor="x"), ValueError, "predictor must be one of"),
+        (dict(compensate=1), TypeError, "compensate must be True or False"),
         (dict(block_size=3), ValueError, "block_size must be"),
         (dict(sparse_type="ada_bsa", block_size=64), ValueError, "block_size must be 128 with"),
     ],

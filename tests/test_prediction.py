@@ -46,6 +46,7 @@ def rf_v2_calls(draw):
         sparsity=draw(st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 1.0])),
         token_order=draw(st.sampled_from(["window", "mindiesd", "raster", (8, 4, 4)])),
         scale=draw(st.sampled_from([None, 1.0, -0.3])),
+        predictor=draw(st.sampled_from(["mean", "submeans"])),
     )
     mask = draw(st.sampled_from([None, "bool", "float"]))
     return batch, k_heads * shared, k_heads, q_len, k_len, dim, mask, kwargs, draw(st.integers(0, 2**20))
@@ -78,7 +79,7 @@ def test_rf_v2_masks_agree_with_the_definition(call):
     order_k, protected_k = oracle.layout(k_len, latent_k, *shared)
     keep, _ = oracle.kept_keys(attn_mask, batch, k_len)
     scale = dim**-0.5 if kwargs["scale"] is None else kwargs["scale"]
-    scores = oracle.mean_scores(q, k, scale, order_q, order_k, keep, kwargs["block_size"])
+    scores = oracle.SCORES[kwargs["predictor"]](q, k, scale, order_q, order_k, keep, kwargs["block_size"])
     expected = oracle.rf_v2_rows(scores, kwargs["sparsity"], protected_q, protected_k)
     different = (mask.to_dense() != expected).any(-1)
     assert not (different & ~near_ties(scores, max(1, oracle.budget(len(protected_k), kwargs["sparsity"])))).any()

@@ -41,7 +41,7 @@ def test_signature_of_sparse_attention():
         attn_mask=None, scale=None, is_causal=False, head_num=None, input_layout="BNSD", inner_precise=0,
         sparse_type=None, txt_len=0, block_size=128, latent_shape_q=None, latent_shape_k=None, keep_sink=True,
         keep_recent=True, cdf_threshold=1.0, sparsity=0.0, video_spans=None, precision="native", token_order="window",
-        mask=None, backend="auto", return_lse=False, return_mask=False,
+        predictor="mean", compensate=False, mask=None, backend="auto", return_lse=False, return_mask=False,
     )  # fmt: skip
 
 

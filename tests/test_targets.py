@@ -25,7 +25,7 @@ def run(*arguments, interpret="0"):
 
 def kernels_of(target):
     own = ("hopper", "quantise") if target == "sm_90" else ()
-    files = [KERNELS / f"{name}.py" for name in ("attention", "blocks", "ranking", *own)]
+    files = [KERNELS / f"{name}.py" for name in ("attention", "blocks", "compensation", "ranking", *own)]
     return {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 

@@ -58,6 +58,8 @@ CALLS = {
     "text": (dict(RF_V2_64, txt_len=70), 300, 300),
     "spans": (dict(RF_V2_64, video_spans=SPANS), 270, 270),
     "cross": (dict(ON_GRID, latent_shape_k=(3, 6, 7)), 212, 146),
+    "submeans": (dict(ON_GRID, predictor="submeans"), 212, 212),
+    "submeans in 64s": (dict(RF_V2_64, predictor="submeans"), 300, 300),
     "ada_bsa": (ADA_BSA, 150, 513),
     "ada_bsa unforced": (dict(ADA_BSA, cdf_threshold=1.0, keep_sink=False, keep_recent=False), 150, 430),
     "causal": (dict(ADA_BSA, sparsity=0.3, is_causal=True), 300, 300),
@@ -130,10 +132,10 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
     if kwargs.get("sparse_type") == "rf_v2":
         (order_q, protected_q), (order_k, protected_k) = layouts(q.shape[2], k.shape[2], **kwargs)
         rest = order_q, order_k, keep, mask.block_size
-        scores = oracle.mean_scores(q, k, scale, *rest)
+        scores = oracle.SCORES[kwargs.get("predictor", "mean")](q, k, scale, *rest)
         wrong = chosen != oracle.rf_v2_rows(scores, sparsity, protected_q, protected_k)
         last = scores.sort(-1, descending=True).values[..., max(1, oracle.budget(len(protected_k), sparsity)) - 1]
-        rounding = score_rounding(q, k, scale, *rest).amax(-1, keepdim=True)
+        rounding = score_rounding(q, k, scale, *rest, predictor=kwargs.get("predictor")).amax(-1, keepdim=True)
         undecided = (scores - last.unsqueeze(-1)).abs() <= 2 * rounding  # False where both are -inf: a tie
         assert not (wrong & ~undecided).any()
     elif kwargs.get("sparse_type") == "ada_bsa":
@@ -154,9 +156,12 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
         assert torch.equal(chosen, blocks.tril() if is_causal else blocks)
 
 
-def score_rounding(q, k, scale, *rest):
+def score_rounding(q, k, scale, *rest, predictor="mean"):
     """[B, H, NQ, NK]: a few roundings of the terms that a score is the sum of."""
-    return 4 * FP32 * oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0)
+    if predictor != "submeans":
+        return 4 * FP32 * oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0)
+    # a sum of exponentials is off by as much as the worst of them, and its logarithm by a few roundings more
+    return 8 * FP32 * (oracle.part_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0) + 3.0)
 
 
 def mass_rounding(q, k, scale, keep):
@@ -490,7 +495,9 @@ def test_scores_and_masses(name, mask_kind, dtype, monkeypatch):
     if kwargs["sparse_type"] == "rf_v2":
         (order_q, _), (order_k, _) = layouts(q_len, k_len, **kwargs)
         rest = order_q, order_k, keep, kwargs["block_size"]
-        exact, rounding = oracle.mean_scores(q, k, scale, *rest), score_rounding(q, k, scale, *rest)
+        predictor = kwargs.get("predictor", "mean")
+        exact = oracle.SCORES[predictor](q, k, scale, *rest)
+        rounding = score_rounding(q, k, scale, *rest, predictor=predictor)
     else:
         exact = oracle.ada_bsa_mass(q, k, scale, keep, kwargs.get("is_causal", False))
         rounding = exact * mass_rounding(q, k, scale, keep)

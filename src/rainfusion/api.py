@@ -44,6 +44,8 @@ def sparse_attention(
     video_spans: Sequence[VideoSpan] | None = None,
     precision: str = "native",
     token_order: str | Sequence[int] = "window",
+    predictor: str = "mean",
+    compensate: bool = False,
     mask: BlockMask | None = None,
     backend: str = "auto",
     return_lse: bool = False,
@@ -72,6 +74,8 @@ def sparse_attention(
             context that is never dropped.
         precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
+        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, whose best pairs count.
+        compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
         mask: a `BlockMask` to use instead of predicting one, from a call with the same layout arguments; `sparsity` is
             then ignored.
         backend: `"auto"`: the fastest that can, torch's dense attention where that is faster and only the output is
@@ -88,7 +92,7 @@ def sparse_attention(
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
-        token_order=token_order, predicts=mask is None,
+        token_order=token_order, predictor=predictor, compensate=compensate, predicts=mask is None,
     )  # fmt: skip
     return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
     if mask is not None:
@@ -174,6 +178,8 @@ def predict_mask(
     video_spans: Sequence[VideoSpan] | None = None,
     precision: str = "native",
     token_order: str | Sequence[int] = "window",
+    predictor: str = "mean",
+    compensate: bool = False,
     backend: str = "auto",
 ) -> BlockMask:
     """The mask that `sparse_attention` would use: one per query head, over blocks of reordered tokens.
@@ -186,7 +192,7 @@ def predict_mask(
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
-        token_order=token_order, predicts=True,
+        token_order=token_order, predictor=predictor, compensate=compensate, predicts=True,
     )  # fmt: skip
     runner = backends.choose(backend, q, k, k, None, options)
     keep, _ = arguments.key_mask(attn_mask, q, k)

@@ -23,6 +23,7 @@ SPARSE_TYPES = (None, "rf_v2", "ada_bsa", "rf_v3")
 BLOCK_SIZES = (64, 128)
 TOKEN_ORDERS = ("window", "mindiesd", "raster")
 PRECISIONS = ("native", "fp8", "int8")
+PREDICTORS = {"mean": 1, "submeans": 4}  # rf_v2: name -> means of a block
 
 REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
 REMOVED_AT_BF16 = -9984.0  # what -1e4 is in a bf16 mask
@@ -59,6 +60,8 @@ class Options(NamedTuple):
     inner_precise: int
     precision: str
     strategy: str  # "dense", "rf_v2" or "ada_bsa"
+    predictor: str  # of rf_v2
+    compensate: bool  # skipped blocks count through their means
     sparsity: float
     cdf_threshold: float
     keep_sink: bool
@@ -70,6 +73,11 @@ class Options(NamedTuple):
     video_spans: list[int]  # start, t, h, w, start, t, h, w, ...
     token_order: str
     window: list[int]
+
+    @property
+    def parts(self) -> int:
+        """Means of a block, from which rf_v2 predicts."""
+        return PREDICTORS[self.predictor]
 
     def without_layout(self) -> Options:
         """Tokens stay as they are, none protected."""
@@ -392,6 +400,8 @@ def options(
     sparsity: Any = 0.0,
     video_spans: Any = None,
     token_order: Any = "window",
+    predictor: Any = "mean",
+    compensate: Any = False,
 ) -> Options:
     """Everything that is not a tensor, checked. What another strategy would read is checked too, then left out.
 
@@ -408,6 +418,8 @@ def options(
         inner_precise=one_of("inner_precise", inner_precise, (0, 1)),
         precision=choice("precision", precision, PRECISIONS),
         strategy=strategy,
+        predictor=choice("predictor", predictor, tuple(PREDICTORS)),
+        compensate=flag("compensate", compensate),
         sparsity=fraction("sparsity", sparsity, zero=True),
         cdf_threshold=fraction("cdf_threshold", cdf_threshold, zero=False),
         keep_sink=flag("keep_sink", keep_sink),
@@ -428,6 +440,8 @@ def options(
         )
     if is_causal and q_len != k_len:
         raise ValueError(f"is_causal needs q and k of one length, got {q_len} and {k_len}")
+    if is_causal and compensate:
+        raise ValueError("compensate must be False with is_causal: the mean of a block would show what comes later")
     if block_size != 128 and strategy == "ada_bsa":
         raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
     if strategy != "rf_v2":

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rainfusion import backends, crossover, dense
+from rainfusion import backends, compensation, crossover, dense
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout, cached_layout
-from rainfusion.pooling import block_means, live_blocks
-from rainfusion.predictors import antidiagonal_mass, mean_scores
+from rainfusion.pooling import block_means, live_blocks, present
+from rainfusion.predictors import antidiagonal_mass, mean_scores, part_scores
 from rainfusion.selection import keep_best, keep_mass
 from rainfusion.slabs import head_slabs
 
@@ -32,10 +32,13 @@ class Share(NamedTuple):
     blocks: Tensor  # int64 [NQ]: which
     of: int  # blocks in all
 
-    def in_place(self, means: Tensor) -> Tensor:
-        """[B, H, NQ, D] -> [B, H, of, D]. A product rounds a row as before only in its place among as many rows."""
-        whole = means.new_zeros((*means.shape[:2], self.of, means.shape[3]))
-        return whole.index_copy_(2, self.blocks, means)
+    def in_place(self, means: Tensor, parts: int) -> Tensor:
+        """[B, H, NQ * parts, D] -> [B, H, of * parts, D].
+
+        A product rounds a row as before only in its place among as many rows.
+        """
+        whole = means.new_zeros((*means.shape[:2], self.of, parts, means.shape[3]))
+        return whole.index_copy_(2, self.blocks, means.unflatten(2, (-1, parts))).flatten(2, 3)
 
 
 def attend(
@@ -76,6 +79,12 @@ def attend_in(
     """`attend` in layouts of the caller's own, always with `runner`; the options' layout arguments are not read."""
     if mask is not None:
         mask.check_values()
+    if options.compensate and not _empty(q, k):
+        without = options._replace(compensate=False)
+        out, lse, mask = attend_in(q_layout, k_layout, q, k, v, keep, bias, mask, without, runner, True, share)
+        assert lse is not None and mask is not None
+        out, lse = _compensated(q, k, v, out, lse, mask, keep, bias, options.scale, q_layout, k_layout, runner)
+        return out, lse if return_lse else None, mask
     if runner in backends.FUSED and not _empty(q, k):
         return backends.FUSED[runner].attend(
             q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, options=options, return_lse=return_lse
@@ -112,12 +121,7 @@ def predict(
         return backends.FUSED[runner].predict(q, k, keep, options, q_layout, k_layout)
     live = None if keep is None else live_blocks(k_layout, keep)
     if options.strategy == "rf_v2":
-        q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
-        if share is None:
-            scores = mean_scores(q_means, k_means, options.scale, live)
-        else:
-            whole = mean_scores(share.in_place(q_means), k_means, options.scale, live)
-            scores = whole.index_select(2, share.blocks)
+        scores = _scores(q, k, keep, live, options, q_layout, k_layout, share)
     else:
         scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
 
@@ -130,6 +134,53 @@ def predict(
         )  # fmt: skip
 
     return _select_in_slabs(scores, select, options.block_size)
+
+
+def _compensated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockMask,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    runner: str,
+) -> tuple[Tensor, Tensor]:
+    weights = compensation.log_weights(k_layout, keep, bias, len(k), k.device)
+    if runner in backends.FUSED:
+        return backends.triton.compensate(q, k, v, out, lse, mask, keep, weights, scale, q_layout, k_layout)
+    k_means, v_means = block_means(k, k_layout, keep), block_means(v, k_layout, keep)
+    return compensation.add(q, out, lse, mask, k_means, v_means, weights, q_layout, scale)
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    live: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    share: Share | None,
+) -> Tensor:
+    """rf_v2's, from the means of blocks or of their parts."""
+    parts = options.parts
+    q_means, k_means = block_means(q, q_layout, None, parts), block_means(k, k_layout, keep, parts)
+    q_means = q_means if share is None else share.in_place(q_means, parts)
+    if parts == 1:
+        scores = mean_scores(q_means, k_means, options.scale, live)
+    else:
+        q_live = present(q_layout, parts, q.device)
+        if share is not None:
+            q_live = share.in_place(q_live[None, None, :, None].float(), parts).flatten() > 0
+        k_live = present(k_layout, parts, k.device).expand(len(k), -1)
+        k_live = k_live if keep is None else live_blocks(k_layout, keep, parts)
+        scores = part_scores(q_means, k_means, options.scale, q_live, k_live, parts)
+    return scores if share is None else scores.index_select(2, share.blocks)
 
 
 def _strided_like(q: Tensor, out: Tensor) -> Tensor:

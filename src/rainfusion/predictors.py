@@ -1,6 +1,7 @@
 """Predictors: how much each key block matters to each query block, without computing the attention.
 
-`mean_scores` is rf_v2's, on block means; `antidiagonal_mass` is ada_bsa's, on strided samples of the logits.
+`mean_scores` and `part_scores` are rf_v2's, on means of blocks and of parts of them; `antidiagonal_mass` is ada_bsa's,
+on strided samples of the logits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,25 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
         torch.bmm(q_means[b], k_means[b].mT, out=scores[b])
     scores.mul_(scale)
     return scores if live is None else scores.masked_fill_(~live[:, None, None, :], -torch.inf)
+
+
+def part_scores(q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, parts: int) -> Tensor:
+    """score[i, j] = log sum over the parts a of block i, b of block j of exp(scale * mean_q[a] . mean_k[b]), in fp32.
+
+    A part that stands out counts, where the mean of the whole block would hide it; -inf where block j has no key left.
+    [B, Hq, NQ * parts, D], [B, Hk, NK * parts, D], live bool [NQ * parts], [B, NK * parts] -> [B, Hq, NQ, NK]
+    """
+    batch, heads, rows, _ = q_means.shape
+    shared = heads // max(1, k_means.shape[1])
+    columns = k_means.shape[2]
+    scores = q_means.new_empty((batch, heads, rows // parts, columns // parts))
+    for b in range(batch):
+        for h in range(heads):
+            logits = (q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale)
+            logits = logits.masked_fill_(~(q_live[:, None] & k_live[b]), -torch.inf)
+            pairs = logits.unflatten(1, (-1, parts)).unflatten(0, (-1, parts)).transpose(1, 2)  # [NQ, NK, parts, parts]
+            scores[b, h] = pairs.flatten(2).logsumexp(2)
+    return scores
 
 
 def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, is_causal: bool) -> Tensor:

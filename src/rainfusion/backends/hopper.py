@@ -86,7 +86,7 @@ def attend(
     with device_guard(q):
         if mask is None and options.strategy == "ada_bsa" and options.precision != "native":
             mask = predict(q, k, keep, options, q_layout, k_layout)  # from k as it is
-        pool = mask is None and options.strategy == "rf_v2"
+        pool = triton.pooled_parts(mask, options)
         keys = prepare(k, v, k_layout, keep, bias, pool=pool, precision=options.precision)
         mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options)
         out, lse = attend_blocks(
@@ -116,7 +116,7 @@ def prepare(
     keep: Tensor | None,
     bias: Tensor | None,
     *,
-    pool: bool,
+    pool: int,
     precision: str = "native",
 ) -> HopperKeys:
     """Same contract as `triton.prepare`, and quantises."""
@@ -149,6 +149,8 @@ def prepare(
         num_warps=2 * triton.row_warps(k),
     )  # fmt: skip
     key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
+    if pool > 1:
+        means = triton.block_means(k, layout, keep, pool)
     return HopperKeys(k_out, v_out, means, key_bias, length, Scales(k_scale, v_scale, k_mean))
 
 

@@ -80,7 +80,7 @@ class Keys(NamedTuple):
 
     k: Tensor  # [B, Hk, at least Sk, D]
     v: Tensor
-    means: Tensor | None  # fp32 [B, Hk, NK, D], if asked for
+    means: Tensor | None  # fp32 [B, Hk, NK * parts, D], if asked for
     bias: Tensor | None  # fp32 [B, NK * block_size] in units of log2, -inf where a key does not count
     length: int  # Sk
 
@@ -100,13 +100,18 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, BlockMask]:
     """-> out, lse if asked for, and the mask: the given one, or the one that was predicted."""
     with device_guard(q):
-        keys = prepare(k, v, k_layout, keep, bias, pool=mask is None and options.strategy == "rf_v2")
+        keys = prepare(k, v, k_layout, keep, bias, pool=pooled_parts(mask, options))
         mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options)
         out, lse = attend_blocks(
             q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
             inner_precise=options.inner_precise, return_lse=return_lse,
         )  # fmt: skip
     return out, lse, mask
+
+
+def pooled_parts(mask: BlockMask | None, options: Options) -> int:
+    """Means of a block that the keys are needed with; 0: none."""
+    return options.parts if mask is None and options.strategy == "rf_v2" else 0
 
 
 def choose_blocks(
@@ -121,7 +126,7 @@ def choose_blocks(
     """-> the mask, predicted unless given, and the order in which to take its rows, heavy ones first."""
     if mask is None and options.strategy == "rf_v2":  # light rows are all alike
         assert keys.means is not None
-        q_means = block_means(q, q_layout)
+        q_means = block_means(q, q_layout, parts=options.parts)
         return _keep_best(q_means, keys.means, keep, options, q_layout, k_layout), q_layout.protected_first
     if mask is None and options.strategy == "ada_bsa":
         mask = _keep_mass(q, keys.k, keep, options, keys.length)
@@ -140,7 +145,8 @@ def predict(
     """The mask alone, of rf_v2 or ada_bsa: the same as `attend` would use, bit for bit."""
     with device_guard(q):
         if options.strategy == "rf_v2":
-            q_means, k_means = block_means(q, q_layout), block_means(k, k_layout, keep)
+            q_means = block_means(q, q_layout, parts=options.parts)
+            k_means = block_means(k, k_layout, keep, options.parts)
             return _keep_best(q_means, k_means, keep, options, q_layout, k_layout)
         clean = k if keep is None else k.masked_fill(~keep[:, None, :, None], 0.0)
         return _keep_mass(q, clean, keep, options, k.shape[2])
@@ -157,38 +163,44 @@ def prepare(
     keep: Tensor | None,
     bias: Tensor | None,
     *,
-    pool: bool,
+    pool: int,
     copy: bool = False,
 ) -> Keys:
-    """k, v [B, Hk, Sk, D] -> in block order. Without an order or a mask nothing is copied, unless asked for."""
+    """k, v [B, Hk, Sk, D] -> in block order. Without an order or a mask nothing is copied, unless asked for.
+
+    `pool`: so many means of each block; one is found on the way.
+    """
     total_bias = None if keep is None else key_bias(layout, keep, bias)
     if layout.is_identity and keep is None and not copy:
-        return Keys(k, v, block_means(k, layout) if pool else None, total_bias, k.shape[2])
+        return Keys(k, v, block_means(k, layout, parts=pool) if pool else None, total_bias, k.shape[2])
 
     from rainfusion.kernels import blocks
 
     batch, heads, length, head_dim = k.shape
     rows = layout.num_blocks * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
-    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool else None
+    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool == 1 else None
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
         heads, length, layout.num_blocks,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, POOL=pool, num_warps=2 * row_warps(k),
+        HAS_KEEP=keep is not None, POOL=pool == 1, num_warps=2 * row_warps(k),
     )  # fmt: skip
+    if pool > 1:
+        means = block_means(k, layout, keep, pool)
     return Keys(k_out, v_out, means, total_bias, length)
 
 
-def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None) -> Tensor:
+def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, parts: int = 1) -> Tensor:
     """`pooling.block_means` in one read of x."""
     from rainfusion.kernels import blocks
 
     batch, heads, length, head_dim = x.shape
-    means = x.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32)
-    blocks.pool_kernel[(batch * heads * layout.num_blocks,)](
-        x, layout.order, None if keep is None else as_bytes(keep), means, *x.stride(), heads, length, layout.num_blocks,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
+    number = layout.num_blocks * parts
+    means = x.new_empty((batch, heads, number, head_dim), dtype=torch.float32)
+    blocks.pool_kernel[(batch * heads * number,)](
+        x, layout.order, None if keep is None else as_bytes(keep), means, *x.stride(), heads, length, number,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size // parts, HAS_ORDER=not layout.is_identity,
         HAS_KEEP=keep is not None, num_warps=row_warps(x),
     )  # fmt: skip
     return means
@@ -205,14 +217,16 @@ def _keep_best(
     """rf_v2's scores and selection. The list takes the scores' memory: a row is read whole before it is written."""
     from rainfusion.kernels import ranking
 
-    batch, heads, rows, head_dim = q_means.shape
-    columns = k_means.shape[2]
+    parts = options.parts
+    batch, heads, _, head_dim = q_means.shape
+    rows, columns = q_layout.num_blocks, k_layout.num_blocks
     scores = q_means.new_empty((batch, heads, rows, columns))
-    live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
+    live = None if keep is None else as_bytes(live_blocks(k_layout, keep, parts))
     tile = 64
-    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
-        q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows, columns,
-        D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(q_means), num_warps=4,
+    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows * parts / tile) * math.ceil(columns * parts / tile),)](
+        q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows * parts, columns * parts,
+        q_layout.seq_len, k_layout.seq_len, D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None,
+        PRECISION=_exact_products(q_means), PARTS=parts, SIZE=options.block_size // parts, num_warps=4,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q_means.device)
     indices = scores.view(torch.int32)
@@ -289,6 +303,37 @@ def attend_blocks(
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
         PRECISION=_products(q, inner_precise), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return out, lse
+
+
+def compensate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockMask,
+    keep: Tensor | None,
+    weights: Tensor,
+    scale: float,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+) -> tuple[Tensor, Tensor]:
+    """`compensation.add` in one kernel, in place, after a read of k and of v for their means."""
+    from rainfusion.kernels import compensation, tuning
+
+    batch, heads, q_len, head_dim = q.shape
+    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
+    queries = min(tile.queries, mask.block_size)
+    with device_guard(q):
+        k_means, v_means = (block_means(x, k_layout, keep).to(q.dtype) for x in (k, v))
+        kept = as_bytes(mask.to_dense()).contiguous()
+        compensation.compensate_kernel[(batch * heads * mask.num_q_blocks * (mask.block_size // queries),)](
+            q, out, lse, kept, k_means, v_means, (weights * LOG2E).contiguous(), q_layout.order, *q.stride(),
+            *out.stride(), scale * LOG2E, heads, heads // k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len,
+            D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, 64),
+            HAS_ORDER=not q_layout.is_identity, PRECISION=_products(q, 0), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return out, lse
 
 

@@ -9,11 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def mean_scores_kernel(
-    q_means, k_means, live, scores, scale, H, SHARED, NQ, NK,
+    q_means, k_means, live, scores, scale, H, SHARED, NQ, NK, Sq, Sk,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_LIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """scores[i, j] = scale * q_means[i] . k_means[j], -inf where block j has no key: fp32 [B, H, NQ, NK]."""
+    """scores[i, j] = scale * q_means[i] . k_means[j], -inf where block j has no key: fp32 [B, H, NQ, NK].
+
+    With several means of SIZE tokens to a block, their log-sum-exp: fp32 [B, H, NQ / PARTS, NK / PARTS].
+    """
     pid = tl.program_id(0).to(tl.int64)
     tiles_m, tiles_n = tl.cdiv(NQ, BM), tl.cdiv(NK, BN)
     bh = pid // (tiles_m * tiles_n)
@@ -34,8 +37,20 @@ def mean_scores_kernel(
     if HAS_LIVE:
         b_live = tl.load(live + b * NK + o_n, mask=o_n < NK, other=0) != 0
         b_s = tl.where(b_live[None, :], b_s, float("-inf"))
-    p_s = scores + (bh * NQ + o_m)[:, None] * NK + o_n[None, :]
-    tl.store(p_s, b_s, mask=(o_m < NQ)[:, None] & (o_n < NK)[None, :])
+    if PARTS > 1:
+        m_s = (o_m * SIZE < Sq)[:, None] & (o_n * SIZE < Sk)[None, :]
+        b_pairs = tl.where(m_s, b_s, float("-inf")).reshape(BM // PARTS, PARTS, BN // PARTS, PARTS)
+        b_top = tl.max(tl.max(b_pairs, 3), 1)  # [BM / PARTS, BN / PARTS]
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_sum = tl.sum(tl.sum(tl.exp(b_pairs - b_base[:, None, :, None]), 3), 1)
+        b_scores = b_base + tl.log(b_sum)
+        o_i = (tile // tiles_n) * (BM // PARTS) + tl.arange(0, BM // PARTS)
+        o_j = (tile % tiles_n) * (BN // PARTS) + tl.arange(0, BN // PARTS)
+        p_s = scores + (bh * (NQ // PARTS) + o_i)[:, None] * (NK // PARTS) + o_j[None, :]
+        tl.store(p_s, b_scores, mask=(o_i < NQ // PARTS)[:, None] & (o_j < NK // PARTS)[None, :])
+    else:
+        p_s = scores + (bh * NQ + o_m)[:, None] * NK + o_n[None, :]
+        tl.store(p_s, b_s, mask=(o_m < NQ)[:, None] & (o_n < NK)[None, :])
 
 
 @triton.jit

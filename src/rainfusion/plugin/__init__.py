@@ -86,6 +86,8 @@ def enable(
     keep_sink: bool = True,
     keep_recent: bool = True,
     token_order: str | Sequence[int] = "window",
+    predictor: str = "mean",
+    compensate: bool = False,
     block_size: int = 128,
     inner_precise: int = 0,
     backend: str = "auto",
@@ -101,8 +103,8 @@ def enable(
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least. 0: none does.
         precision: `"native"`; `"fp8"` or `"int8"` on Hopper GPUs.
         on_unsupported: `"dense"`: a call that cannot be sparse is dense, and counted with its reason; or `"error"`.
-        cdf_threshold, keep_sink, keep_recent, token_order, block_size, inner_precise, backend: as for
-            `sparse_attention`.
+        cdf_threshold, keep_sink, keep_recent, token_order, predictor, compensate, block_size, inner_precise, backend:
+            as for `sparse_attention`.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.
@@ -110,7 +112,8 @@ def enable(
     settings = Settings.check(
         sparse_type=sparse_type, sparsity=sparsity, start_step=start_step, end_step=end_step, skip_layers=skip_layers,
         min_tokens=min_tokens, precision=precision, on_unsupported=on_unsupported, cdf_threshold=cdf_threshold,
-        keep_sink=keep_sink, keep_recent=keep_recent, token_order=token_order, block_size=block_size,
+        keep_sink=keep_sink, keep_recent=keep_recent, token_order=token_order, predictor=predictor,
+        compensate=compensate, block_size=block_size,
         inner_precise=inner_precise, backend=backend,
     )  # fmt: skip
     hub.dispatch_module()

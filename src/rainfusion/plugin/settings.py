@@ -31,6 +31,8 @@ class Settings:
     keep_sink: bool
     keep_recent: bool
     token_order: str | tuple[int, ...]
+    predictor: str
+    compensate: bool
     block_size: int
     inner_precise: int
     backend: str
@@ -51,6 +53,8 @@ class Settings:
         keep_sink: Any,
         keep_recent: Any,
         token_order: Any,
+        predictor: Any,
+        compensate: Any,
         block_size: Any,
         inner_precise: Any,
         backend: Any,
@@ -73,6 +77,8 @@ class Settings:
             keep_sink=arguments.flag("keep_sink", keep_sink),
             keep_recent=arguments.flag("keep_recent", keep_recent),
             token_order=token_order if isinstance(token_order, str) else tuple(token_order),
+            predictor=arguments.choice("predictor", predictor, tuple(arguments.PREDICTORS)),
+            compensate=arguments.flag("compensate", compensate),
             block_size=block_size,
             inner_precise=arguments.one_of("inner_precise", inner_precise, (0, 1)),
             backend=arguments.choice("backend", backend, ("auto", *BACKEND_NAMES)),
@@ -101,6 +107,7 @@ class Settings:
             sparse_type=self.sparse_type, sparsity=self.sparsity_for(frames), precision=self.precision,
             inner_precise=self.inner_precise, block_size=self.block_size, cdf_threshold=self.cdf_threshold,
             keep_sink=self.keep_sink, keep_recent=self.keep_recent, token_order=self.token_order,
+            predictor=self.predictor, compensate=self.compensate,
         )  # fmt: skip
 
 

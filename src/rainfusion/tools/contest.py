@@ -82,7 +82,7 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str)
     if options.strategy == "ada_bsa":  # from k as it is, before it may be quantised
         mask = backend.predict(q, k, None, options, q_layout, k_layout)
     with backends.triton.device_guard(q):
-        keys = backend.prepare(k, v, k_layout, None, None, pool=options.strategy == "rf_v2", **extra)
+        keys = backend.prepare(k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), **extra)
         mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options)
 
     def call() -> Tensor:
