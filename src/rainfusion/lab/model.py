@@ -1,0 +1,230 @@
+"""A plain DiT over text and patches, small enough to keep and deep enough to need its attention.
+
+    x = [text, patches]                                            [B, S, dim]
+    q, k, v = heads(modulate(norm(x)))                             [B, N, S, 64], q and k normed, then rotated
+    x = x + gate * out(attention(q, k, v, Place(...)))
+    x = x + gate * mlp(modulate(norm(x)))
+
+Attention is whatever the caller passes in. It is never compiled with the rest, and is told where it is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rainfusion.api import sparse_attention
+from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
+
+HEAD_DIM = 64
+ROTARY_PAIRS = (8, 12, 12)  # of the 32 in a head: for t, h and w
+ROTARY_BASE = 100.0  # the slowest pair turns by a third of a radian over 32 tokens
+TIME_WAVES = 128
+
+Grid = tuple[int, int, int]
+
+
+class Place(NamedTuple):
+    """Where in a sample an attention call is."""
+
+    layer: int
+    step: int
+    grid: Grid  # (t, h, w) of the tokens after the text
+    text: int  # tokens in front
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, Place], Tensor]  # q, k, v [B, N, S, D] -> [B, N, S, D]
+Rotation = tuple[Tensor, Tensor]  # cos and sin, [S, D / 2]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+    """Full attention, torch's own."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def sparse(sparsity: float, **options: Any) -> Attention:
+    """`rainfusion.sparse_attention` as any model would call it; the options are its own."""
+    options = {"sparse_type": "rf_v2", **options}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        out: Tensor = sparse_attention(
+            q, k, v, txt_len=place.text, latent_shape_q=place.grid, sparsity=sparsity, **options
+        )
+        return out
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a model and of the clips that it is for."""
+
+    frames: int = 9
+    size: int = 64  # height and width in pixels
+    patch: int = 2  # pixels
+    dim: int = 256
+    depth: int = 8
+    mlp: int = 1024
+    text: int = TEXT_TOKENS
+    vocabulary: int = VOCABULARY
+
+    def __post_init__(self) -> None:
+        if self.dim % HEAD_DIM:
+            raise ValueError(f"dim must be a multiple of {HEAD_DIM}, got {self.dim}")
+        if self.size % self.patch:
+            raise ValueError(f"size must be a multiple of patch {self.patch}, got {self.size}")
+
+    @property
+    def heads(self) -> int:
+        return self.dim // HEAD_DIM
+
+    @property
+    def channels(self) -> int:
+        """Numbers in a patch."""
+        return 3 * self.patch**2
+
+
+class Block(nn.Module):
+    """The weights of a layer; `enter` and `leave` are what it does before and after attention."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        dim = config.dim
+        self.offset = nn.Parameter(torch.zeros(6, dim))  # of the modulation that all layers share
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.q_gain = nn.Parameter(torch.ones(HEAD_DIM))
+        self.k_gain = nn.Parameter(torch.ones(HEAD_DIM))
+        self.out = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, config.mlp), nn.GELU("tanh"), nn.Linear(config.mlp, dim))
+
+
+def enter(block: Block, x: Tensor, modulation: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, S, dim], modulation [B, 6, dim] -> q, k, v [B, N, S, D]."""
+    shift, scale = (modulation + block.offset)[:, :2].unbind(1)
+    q, k, v = block.qkv(modulate(x, shift, scale)).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+    q = rotate(_unit(q) * block.q_gain, rotation)
+    k = rotate(_unit(k) * block.k_gain, rotation)
+    return q.to(v.dtype), k.to(v.dtype), v
+
+
+def leave(block: Block, x: Tensor, out: Tensor, modulation: Tensor) -> Tensor:
+    """x [B, S, dim] and what attention gave [B, N, S, D] -> the next x."""
+    gate, shift, scale, mlp_gate = (modulation + block.offset)[:, 2:].unbind(1)
+    x = x + gate[:, None] * block.out(out.transpose(1, 2).flatten(2))
+    moved: Tensor = block.mlp(modulate(x, shift, scale))
+    return x + mlp_gate[:, None] * moved
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """norm(x) (1 + scale) + shift, with shift and scale [B, dim]."""
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / rms(x), in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Pairs (i, i + D/2) of x [..., S, D] turned by their token's angles."""
+    cos, sin = rotation
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def angles(positions: Tensor) -> Tensor:
+    """Positions (t, h, w) [S, 3] -> angles [S, 32]."""
+    speeds = [
+        ROTARY_BASE ** -(torch.arange(pairs, dtype=torch.float32, device=positions.device) / pairs)
+        for pairs in ROTARY_PAIRS
+    ]
+    return torch.cat([positions[:, axis, None] * speed for axis, speed in enumerate(speeds)], -1)
+
+
+def grid_positions(grid: Grid, size: int) -> Tensor:
+    """(t, h, w) of a grid's tokens [S, 3]. A coarser grid spans the same `size` x `size` positions."""
+    t, h, w = grid
+    rows, columns = ((torch.arange(n) + 0.5) * (size / h) - 0.5 for n in (h, w))
+    return torch.stack(torch.meshgrid(torch.arange(t).float(), rows, columns, indexing="ij"), -1).flatten(0, 2)
+
+
+@lru_cache(maxsize=16)
+def grid_rotation(grid: Grid, size: int, text: int, device: torch.device) -> Rotation:
+    """For text, which is not turned, and a grid."""
+    with torch.inference_mode(False), torch.no_grad():
+        turns = torch.cat([torch.zeros(text, HEAD_DIM // 2), angles(grid_positions(grid, size))])
+        return turns.cos().to(device), turns.sin().to(device)
+
+
+class DiT(nn.Module):
+    """Velocity of a clip at a time between data (0) and noise (1), given a prompt."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.patches = nn.Linear(config.channels, dim)
+        self.places = nn.Linear(HEAD_DIM, dim, bias=False)  # prompts name places: without it they are learnt much later
+        self.words = nn.Embedding(config.vocabulary, dim)
+        self.slots = nn.Parameter(0.3 * torch.randn(config.text, dim))
+        nn.init.normal_(self.words.weight, std=0.3)
+        self.time = nn.Sequential(nn.Linear(2 * TIME_WAVES, dim), nn.SiLU(), nn.Linear(dim, dim), nn.SiLU())
+        self.modulation = nn.Linear(dim, 6 * dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.last = nn.Linear(dim, 2 * dim)
+        self.pixels = nn.Linear(dim, config.channels)
+        for layer in (self.modulation, self.last, self.pixels):  # every layer starts as the identity
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self._enter, self._leave = enter, leave
+
+    def compile_layers(self) -> None:
+        """Compiles what is around attention: once for each shape, not for each layer."""
+        self._enter = torch.compile(enter, dynamic=False)
+        self._leave = torch.compile(leave, dynamic=False)
+
+    def forward(
+        self, clips: Tensor, time: Tensor, prompts: Tensor, attention: Attention = dense, step: int = 0
+    ) -> Tensor:
+        """clips [B, 3, T, H, W], time [B], prompts [B, text] -> velocity [B, 3, T, H, W]."""
+        config = self.config
+        patches, grid = to_patches(clips, config.patch)
+        rotation = grid_rotation(grid, config.size // config.patch, config.text, clips.device)
+        places = self.places(torch.cat(rotation, -1)[config.text :])  # [t*h*w, dim]
+        x = torch.cat([self.words(prompts) + self.slots, self.patches(patches) + places], 1)
+        condition = self.time(time_waves(time))
+        modulation = self.modulation(condition).unflatten(-1, (6, -1))
+        for layer, block in enumerate(cast("Iterable[Block]", self.blocks)):
+            q, k, v = self._enter(block, x, modulation, rotation)
+            out = attention(q, k, v, Place(layer, step, grid, config.text))
+            x = self._leave(block, x, out, modulation)
+        shift, scale = self.last(condition).chunk(2, -1)
+        return from_patches(self.pixels(modulate(x[:, config.text :], shift, scale)), grid, config.patch)
+
+
+def time_waves(time: Tensor) -> Tensor:
+    """[B] -> [B, 256]: from a fraction of a wave to 250 of them between 0 and 1."""
+    speeds = torch.logspace(0, math.log10(500 * math.pi), TIME_WAVES, device=time.device)
+    phase = time[:, None] * speeds
+    return torch.cat([phase.cos(), phase.sin()], -1)
+
+
+def to_patches(clips: Tensor, patch: int) -> tuple[Tensor, Grid]:
+    """[B, 3, T, H, W] -> [B, t*h*w, 3 * patch^2] and (t, h, w)."""
+    x = clips.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # [B, 3, T, h, p, w, p]
+    t, h, w = x.shape[2], x.shape[3], x.shape[5]
+    return x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3), (t, h, w)
+
+
+def from_patches(patches: Tensor, grid: Grid, patch: int) -> Tensor:
+    """[B, t*h*w, 3 * patch^2] -> [B, 3, T, H, W]."""
+    x: Tensor = patches.unflatten(2, (3, patch, patch)).unflatten(1, grid)  # [B, t, h, w, 3, p, p]
+    return x.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)

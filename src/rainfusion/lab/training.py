@@ -1,0 +1,333 @@
+"""Trains the laboratory's model: minutes on one GPU, in as many commands as it takes.
+
+A step is a function of the weights, the seed and its number: clips, times and noise come from a generator that each
+step seeds anew. So a checkpoint needs no state of a generator, and a run that was interrupted goes on as if it had not
+been.
+
+    x_t = (1 - t) clip + t noise,    loss = mean (v(x_t, t, prompt) - (noise - clip))^2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rainfusion.lab import data, weights
+from rainfusion.lab.model import Attention, Config, DiT, Place, dense
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+HELD_OUT = 500_000_000  # as a step, which no training gets to
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A kind of batch; one frame makes images."""
+
+    frames: int
+    size: int  # pixels
+    count: int
+    share: float  # of the steps
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.size}x{self.size}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train and how; the same recipe gives the same model."""
+
+    config: Config = field(default_factory=Config)
+    early: tuple[Batch, ...] = (Batch(1, 64, 128, 0.2), Batch(9, 32, 64, 0.8))
+    late: tuple[Batch, ...] = (Batch(1, 64, 128, 0.15), Batch(9, 64, 16, 0.85))
+    early_share: float = 0.5  # of the steps, before the late ones
+    steps: int = 8000
+    rate: float = 2e-3  # the highest learning rate
+    warmup: int = 200
+    decay: float = 0.01  # of weight matrices
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0  # of the gradient's norm
+    ema: float = 0.999
+    no_prompt: float = 0.1  # the share of clips that the model sees without their prompt
+    shift: float = 2.0  # of times towards the noise
+    seed: int = 0
+
+    def batch(self, step: int) -> Batch:
+        """The kind of batch of a step; kinds follow one another in their shares."""
+        kinds = self.early if step < self.early_share * self.steps else self.late
+        point = step * GOLDEN % 1 * sum(kind.share for kind in kinds)
+        for kind in kinds[:-1]:
+            if point < kind.share:
+                return kind
+            point -= kind.share
+        return kinds[-1]
+
+    def learning_rate(self, step: int) -> float:
+        """A ramp, then half a cosine to zero."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        return self.rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Recipe:
+        kinds = {name: tuple(Batch(**kind) for kind in fields[name]) for name in ("early", "late")}
+        return cls(**{**fields, **kinds, "config": Config(**fields["config"]), "betas": tuple(fields["betas"])})
+
+
+RECIPES = {
+    "full": Recipe(),
+    "tiny": Recipe(  # for a CPU: 5 x 8 x 8 tokens
+        config=Config(frames=5, size=32, patch=4, dim=128, depth=6, mlp=512),
+        early=(Batch(1, 32, 32, 0.75), Batch(5, 32, 8, 0.25)),
+        late=(Batch(1, 32, 32, 0.25), Batch(5, 32, 8, 0.75)),
+        steps=1200, warmup=50, ema=0.99, rate=4e-3,
+    ),
+}  # fmt: skip
+
+
+def generator_of(seed: int, step: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed * 1_000_000_007 + step)
+
+
+def draw_times(count: int, shift: float, generator: torch.Generator) -> Tensor:
+    """Logit-normal [B] in (0, 1), shifted towards 1."""
+    even = torch.randn(count, generator=generator, device=generator.device).sigmoid()
+    return shift * even / (1 + (shift - 1) * even)
+
+
+def flow_loss(model: DiT, clips: Tensor, time: Tensor, prompts: Tensor, noise: Tensor, attention: Attention) -> Tensor:
+    t = time[:, None, None, None, None]
+    with torch.autocast(clips.device.type, torch.bfloat16):
+        velocity: Tensor = model(torch.lerp(clips, noise, t), time, prompts, attention)
+    return (velocity.float() - (noise - clips)).square().mean()
+
+
+def cudnn_first(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+    """Full attention by cuDNN where that can run: the fastest there is for training on Hopper GPUs."""
+    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kinds, set_priority=True):
+        return dense(q, k, v, place)
+
+
+class Trainer:
+    """A model on its way: weights, their running mean, the optimiser and the number of the next step."""
+
+    def __init__(self, recipe: Recipe, device: torch.device | str = "cpu", attention: Attention = dense) -> None:
+        self.recipe, self.device, self.attention = recipe, torch.device(device), attention
+        self.step = 0
+        self.seconds = 0.0  # spent so far, in all commands
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            self.model = DiT(recipe.config).to(self.device)
+        self.ema = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        self.optimiser = _optimiser(self.model, recipe, self.device)
+
+    def advance(self) -> Tensor:
+        """One step; returns its loss, on the device."""
+        recipe = self.recipe
+        loss = self._loss(recipe.batch(self.step), generator_of(recipe.seed, self.step, self.device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = recipe.learning_rate(self.step)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self._average()
+        self.step += 1
+        return loss.detach()
+
+    def _loss(self, kind: Batch, generator: torch.Generator) -> Tensor:
+        clips, prompts = data.batch(kind.count, kind.frames, kind.size, kind.size, generator)
+        dropped = torch.rand(kind.count, 1, generator=generator, device=self.device) < self.recipe.no_prompt
+        time = draw_times(kind.count, self.recipe.shift, generator)
+        noise = torch.randn(clips.shape, generator=generator, device=self.device)
+        return flow_loss(self.model, clips, time, prompts.masked_fill(dropped, data.EMPTY), noise, self.attention)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        follow = max(1 - self.recipe.ema, 9 / (10 + self.step))  # quickly at first
+        torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), follow)
+
+    @torch.no_grad()
+    def held_out_loss(self, count: int = 16, times: int = 8) -> float:
+        """Of the running mean of the weights, on clips that no step has seen, at even times."""
+        model, config = averaged(self), self.recipe.config
+        generator = generator_of(self.recipe.seed, HELD_OUT, self.device)
+        clips, prompts = data.batch(count, config.frames, config.size, config.size, generator)
+        noise = torch.randn(clips.shape, generator=generator, device=self.device)
+        losses = [
+            flow_loss(model, clips, clips.new_full((count,), (i + 0.5) / times), prompts, noise, self.attention)
+            for i in range(times)
+        ]
+        return float(torch.stack(losses).mean())
+
+    def save(self, path: Path) -> None:
+        """All of it, in one move: an interrupted save leaves the file before it."""
+        state = dict(
+            recipe=self.recipe.to_dict(), step=self.step, seconds=self.seconds, model=self.model.state_dict(),
+            ema=self.ema, optimiser=self.optimiser.state_dict(),
+        )  # fmt: skip
+        part = path.with_name(path.name + ".part")
+        torch.save(state, part)
+        os.replace(part, path)
+
+    @classmethod
+    def restore(cls, path: Path, device: torch.device | str = "cpu", attention: Attention = dense) -> Trainer:
+        state = torch.load(path, map_location=device, weights_only=True)
+        trainer = cls(Recipe.from_dict(state["recipe"]), device, attention)
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimiser.load_state_dict(state["optimiser"])
+        trainer.ema, trainer.step, trainer.seconds = state["ema"], state["step"], state["seconds"]
+        return trainer
+
+    def export(self, path: Path, command: str) -> None:
+        """The running mean of the weights, and how it came about."""
+        notes = dict(
+            recipe=json.dumps(self.recipe.to_dict()), step=str(self.step), loss=f"{self.held_out_loss():.5f}",
+            seconds=f"{self.seconds:.0f}", command=command, torch=torch.__version__, device=_device_name(self.device),
+        )  # fmt: skip
+        weights.save(path, self.recipe.config, self.ema, notes)
+
+
+def averaged(trainer: Trainer) -> DiT:
+    """A model with the running mean of a trainer's weights."""
+    model = DiT(trainer.recipe.config).to(trainer.device)
+    model.load_state_dict(trainer.ema)
+    return model.requires_grad_(False).eval()
+
+
+def _optimiser(model: DiT, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name.endswith("weight")]
+    rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and name.endswith("weight"))]
+    groups = [dict(params=matrices, weight_decay=recipe.decay), dict(params=rest, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=device.type == "cuda")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+class Log:
+    """Mean loss and time of each kind of batch since the last line."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.losses, self.mark = every, dict[str, list[Tensor]](), time.monotonic()
+
+    def add(self, trainer: Trainer, kind: Batch, loss: Tensor) -> None:
+        self.losses.setdefault(str(kind), []).append(loss)
+        if trainer.step % self.every == 0 or trainer.step == trainer.recipe.steps:
+            self.write(trainer)
+
+    def write(self, trainer: Trainer) -> None:
+        """Reading the losses waits for the device, so that the times are true."""
+        means = {name: float(torch.stack(losses).mean()) for name, losses in sorted(self.losses.items())}
+        count = sum(map(len, self.losses.values()))
+        pace = (time.monotonic() - self.mark) / count
+        self.losses, self.mark = {}, time.monotonic()
+        shown = "  ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+        print(f"step {trainer.step}/{trainer.recipe.steps}  loss {shown}  {1000 * pace:.0f} ms a step", flush=True)
+        if not all(map(math.isfinite, means.values())):
+            raise FloatingPointError(f"the loss is {means} at step {trainer.step}: go back to the last checkpoint")
+
+
+def run(trainer: Trainer, out: Path, until: float, *, log_every: int = 50, save_every: float = 60.0) -> None:
+    """Trains to the end of the recipe, or until `time.monotonic()` says so; saves on the way and at the end."""
+    log, begun, before = Log(log_every), time.monotonic(), trainer.seconds
+    saved = begun
+    while trainer.step < trainer.recipe.steps and time.monotonic() < until:
+        kind = trainer.recipe.batch(trainer.step)
+        log.add(trainer, kind, trainer.advance())
+        trainer.seconds = before + time.monotonic() - begun
+        if time.monotonic() - saved > save_every and not log.losses:  # right after a line: its losses were finite
+            trainer.save(out)
+            saved = time.monotonic()
+    if log.losses:
+        log.write(trainer)
+    trainer.save(out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    begun = time.monotonic()
+    parser = _parser()
+    args = parser.parse_args(argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    attention = cudnn_first if device.type == "cuda" and args.cudnn else dense
+    if args.out.exists():
+        if not args.resume:
+            parser.error(f"{args.out} exists: pass --resume to go on with it")
+        trainer = Trainer.restore(args.out, device, attention)
+    else:
+        trainer = Trainer(_asked_for(args, RECIPES[args.size or "full"]), device, attention)
+    if _asked_for(args, trainer.recipe) != trainer.recipe:
+        parser.error(f"{args.out} has another recipe: {_command(trainer.recipe)}")
+    if args.compile if args.compile is not None else device.type == "cuda":
+        trainer.model.compile_layers()
+    millions = sum(weight.numel() for weight in trainer.ema.values()) / 1e6
+    print(f"{millions:.2f} M parameters, step {trainer.step} of {trainer.recipe.steps}, {device}", flush=True)
+    run(trainer, args.out, begun + args.seconds, log_every=args.log_every)
+    print(f"{trainer.seconds:.0f} s in all, held-out loss {trainer.held_out_loss():.5f}", flush=True)
+    if args.export:
+        trainer.export(args.export, _command(trainer.recipe))
+        print(f"{args.export}: {args.export.stat().st_size} bytes, SHA-256 {weights.digest(args.export)}", flush=True)
+    return 0
+
+
+def _asked_for(args: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """A recipe with what the command line says of it."""
+    config = RECIPES[args.size].config if args.size else recipe.config
+    given = dict(config=config, steps=args.steps, rate=args.rate, seed=args.seed)
+    return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
+
+
+def _command(recipe: Recipe) -> str:
+    """What trains this again from nothing."""
+    size = next((name for name, known in RECIPES.items() if known.config == recipe.config), "full")
+    return (
+        f"python -m rainfusion.lab.training --size {size} --steps {recipe.steps} --rate {recipe.rate} "
+        f"--seed {recipe.seed} --out lab.pt --resume"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rainfusion.lab.training",
+        description="Trains the laboratory's model. Repeat the command until the last step is done.",
+        epilog="example:\n"
+        "  python -m rainfusion.lab.training --seconds 540 --out lab.pt --resume --export weights.safetensors\n"
+        "  python -m rainfusion.lab.training --size tiny --seconds 300 --out tiny.pt  # on a CPU",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="checkpoint, saved every minute")
+    parser.add_argument("--resume", action="store_true", help="go on with FILE where it exists, with its recipe")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of this command (default: to the last step)")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the averaged weights in bf16 (safetensors)")
+    parser.add_argument("--size", choices=RECIPES, help="default: full")
+    parser.add_argument("--steps", type=int, help="planned in all; the learning rate ends at zero there")
+    parser.add_argument("--rate", type=float, help="the highest learning rate")
+    parser.add_argument("--seed", type=int, help="default: 0")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA")
+    parser.add_argument(
+        "--cudnn", action=argparse.BooleanOptionalAction, default=True, help="its attention, on CUDA (default: yes)"
+    )
+    parser.add_argument("--log-every", type=int, default=50, metavar="STEPS", help="default: 50")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
