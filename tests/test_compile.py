@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rainfusion import BlockMask, block_sparse_attention, predict_mask, sparse_attention
+from rainfusion.arguments import options as checked_options
 
 LENGTH = 4 * 10 * 16 + 20
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.6, latent_shape_q=[4, 10, 16], txt_len=20)
@@ -95,8 +96,9 @@ def test_meta_tensors_give_shapes(kwargs, layout):
 
 def test_the_ops_keep_torchs_rules():
     q, k, v, keep, mask = arguments()
-    layout = (128, 20, [4, 10, 16], [4, 10, 16], [], "window", [])
-    options = (0.25, False, 0, "native", "rf_v2", 0.5, 1.0, True, True, *layout)
+    options = checked_options(
+        q, k, predicts=True, scale=0.25, sparse_type="rf_v2", sparsity=0.5, txt_len=20, latent_shape_q=(4, 10, 16)
+    )
     torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, "portable", *options))
     op = torch.ops.rainfusion.sparse_attention.default
     torch.library.opcheck(op, (q, k, v, keep, None, None, None, "portable", False, True, True, *options))
