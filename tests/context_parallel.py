@@ -63,8 +63,13 @@ def check(name, degrees):
     single = forward(model, inputs)
     assert alone.stats().sparse_calls == expected.calls
     model, inputs, expected = MODELS[name]()
-    model.enable_parallelism(config=ContextParallelConfig(**degrees))
-    handle = rainfusion.enable(model, **SETTINGS)
+    config = ContextParallelConfig(**degrees)
+    if name in ("flux", "qwen"):  # either order will do
+        handle = rainfusion.enable(model, **SETTINGS)
+        model.enable_parallelism(config=config)
+    else:
+        model.enable_parallelism(config=config)
+        handle = rainfusion.enable(model, **SETTINGS)
     together = forward(model, inputs)
     stats = handle.stats()
     if (stats.sparse_calls, stats.dense_calls) != (expected.calls, 0):
