@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rainfusion import arguments, backends, crossover, ops
 from rainfusion.arguments import Options
-from rainfusion.plugin.grids import Placed, Scene
+from rainfusion.plugin.grids import Placed, Scene, in_words
 from rainfusion.plugin.settings import MIN_TOKENS, Settings
 
 
@@ -66,7 +66,7 @@ def placed_for(scene: Scene, q_len: int, k_len: int) -> Placed | str:
         return Unsupported("q and k have different lengths: not self-attention")
     placed = scene.place(q_len)
     if placed is None:
-        grids = " and ".join("x".join(map(str, grid)) for grid in scene.grids)
+        grids = in_words(scene.grids)
         return Unsupported(f"{q_len} tokens do not hold a grid of {grids} where this model has it")
     return placed
 
@@ -86,7 +86,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Plan) -> 
     return Sparse(out, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks)
 
 
-def key_mask(attn_mask: Any, batch: int, q_len: int, k_len: int, pairs_are_keys: bool) -> Tensor | str | None:
+def key_mask(attn_mask: Any, batch: int, k_len: int, pairs_are_keys: bool) -> Tensor | str | None:
     """The key mask [B, Sk] in a mask of any form that says no more than that; else why not.
 
     `pairs_are_keys`: the model writes a key mask as [B, 1, S, S], valid queries times valid keys, first query valid.

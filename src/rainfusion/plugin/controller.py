@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rainfusion import arguments
 from rainfusion.plugin import calls, hub, shards
 from rainfusion.plugin.grids import NoGrid, Scene
 from rainfusion.plugin.models import Model
@@ -349,7 +350,7 @@ class Controller:
         elif reason is None:
             assert isinstance(self._scene, Scene)
             how = self._plan(q, k, v, self._scene, scale)
-            keys = calls.key_mask(attn_mask, q.shape[0], q.shape[2], k.shape[2], self.row.pairs_are_keys)
+            keys = calls.key_mask(attn_mask, q.shape[0], k.shape[2], self.row.pairs_are_keys)
             if isinstance(how, str):
                 reason = how
             elif isinstance(keys, str):
@@ -359,7 +360,9 @@ class Controller:
                 self.tally.sparse(layer, str(how.placed), sparse.kept, sparse.blocks)
                 out = sparse.out
                 if attn_mask is not None and self.row.pairs_are_keys and isinstance(keys, Tensor):
-                    out = out.masked_fill(~_kept(keys)[:, None, :, None], 0.0)  # padding queries see no key
+                    keep, _ = arguments.key_mask(keys, q, k)
+                    assert keep is not None
+                    out = out.masked_fill(~keep[:, None, :, None], 0.0)  # padding queries see no key
                 return out
         self._dense(layer, reason)
         return dense()
@@ -452,10 +455,6 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _kept(keys: Tensor) -> Tensor:
-    return keys if keys.dtype == torch.bool else keys > -9984.0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # how calls arrive
 
@@ -528,7 +527,7 @@ def _dispatched(
     parallel: bool,
 ) -> Tensor:
     out = _from_dispatch(query, key, value, attn_mask, layer, dropout_p, is_causal, scale, enable_gqa, parallel)
-    return out.clone(memory_format=torch.contiguous_format) if out is query else out.contiguous()
+    return out.contiguous()
 
 
 @_dispatched.register_fake

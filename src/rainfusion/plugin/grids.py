@@ -46,6 +46,10 @@ class Scene(NamedTuple):
         return Placed(self.grids, before, others - before)
 
 
+def in_words(grids: Sequence[Grid]) -> str:
+    return " and ".join("x".join(map(str, grid)) for grid in grids)
+
+
 class Placed(NamedTuple):
     """Clips in a sequence, with the number of tokens before and behind all of them."""
 
@@ -54,10 +58,9 @@ class Placed(NamedTuple):
     behind: int
 
     def __str__(self) -> str:
-        clips = " and ".join("x".join(map(str, grid)) for grid in self.grids)
         before = f", {self.before} tokens before" if self.before else ""
         behind = f", {self.behind} tokens behind" if self.behind else ""
-        return f"grid {clips}{before}{behind}"
+        return f"grid {in_words(self.grids)}{before}{behind}"
 
     def arguments(self) -> dict[str, Any]:
         """For `rainfusion.sparse_attention`."""

@@ -15,13 +15,8 @@ from typing import Any
 from torch import Tensor
 
 TESTED = "0.42.1"
-THROUGH_SDPA = (
-    "native",
-    "_native_cudnn",
-    "_native_efficient",
-    "_native_flash",
-    "_native_math",
-)  # call torch's function
+# backends that call torch's function
+THROUGH_SDPA = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 _REGISTRY_NAMES = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "_active_backend")
 _ARGUMENTS = {
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config",

@@ -44,10 +44,6 @@ class Scope:
         else:
             self.module.forward = self._found
 
-    @property
-    def is_on(self) -> bool:
-        return vars(self.module).get("forward") is self
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.owner is None:
             return self._forward(*args, **kwargs)

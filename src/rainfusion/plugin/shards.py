@@ -107,8 +107,8 @@ def _whole_key_mask(
         return None
     length = sum(sizes)
     if attn_mask.shape[-1] == length and length != q.shape[2]:
-        return calls.key_mask(attn_mask, q.shape[0], q.shape[2], length, False)
-    keys = calls.key_mask(attn_mask, q.shape[0], q.shape[2], q.shape[2], False)
+        return calls.key_mask(attn_mask, q.shape[0], length, False)
+    keys = calls.key_mask(attn_mask, q.shape[0], q.shape[2], False)
     if keys is None or isinstance(keys, str):
         return keys
     longest = max(sizes)
