@@ -17,7 +17,7 @@ from torch import Tensor
 from rainfusion.lab.model import Config, DiT
 
 PACKAGED = Path(__file__).with_name("weights.safetensors")
-SHA256 = ""  # of that file; `--export` prints it
+SHA256 = "1cb2a3be385e78bab41d1dbb366d8479d3d8c35c3ead90cd55b4b4f65102e4bf"  # of that file; `--export` prints it
 
 
 def load(path: str | Path | None = None, *, sha256: str | None = None, device: torch.device | str = "cpu") -> DiT:
