@@ -1,5 +1,5 @@
 # Every target sets up its own virtual environment, .venv, the first time.
-#   make demo        run the main job: sparse against dense attention on a synthetic video, pictures in demo/
+#   make demo        a small video with full and with sparse attention, side by side in demo/ (two minutes)
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
 #   make test-gpu    the suite for an NVIDIA GPU, on a machine with one
@@ -11,8 +11,9 @@ BIN := .venv/bin
 
 .PHONY: demo test test-all test-gpu bench lint clean
 
+# passive: threads that wait do not spin, which would take the cores from one another on a busy machine
 demo: .venv/ready
-	$(BIN)/rainfusion demo --out demo
+	OMP_WAIT_POLICY=passive $(BIN)/rainfusion demo --out demo
 
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -49,14 +49,16 @@ def clip_parts(t, h, w, token_order):
         if t == 1:
             return first, []
         return [f * h * w + y * w + x for f in range(1, t) for y, x in tiles(h, w)], first
-    window = token_order if token_order != "window" else ((4, 4, 8) if t > 1 else (1, 8, 16))
+    window = token_order if token_order != "window" else ((2, 8, 8) if t > 1 else (1, 8, 16))
     skip = 1 if t > 1 else 0
     body = [(f + skip) * h * w + y * w + x for f, y, x in windows(t - skip, h, w, window)]
     return body, first if t > 1 else []
 
 
-def layout(seq_len, latent_shape=None, txt_len=0, video_spans=None, token_order="window", block_size=128):
-    """-> (order, protected)"""
+def layout(
+    seq_len, latent_shape=None, txt_len=0, video_spans=None, token_order="window", block_size=128, first_frame=True
+):
+    """-> (order, protected); first_frame: whether that of a video is protected."""
     if latent_shape is None and video_spans is None:
         order = list(range(seq_len))
         return order, [any(token < txt_len for token in block) for block in blocks_of(seq_len, block_size)]
@@ -65,7 +67,7 @@ def layout(seq_len, latent_shape=None, txt_len=0, video_spans=None, token_order=
         body, first = clip_parts(t, h, w, token_order)
         order = [txt_len + i for i in (first + body if t > 1 else body)] + list(range(txt_len))
         n = math.ceil(seq_len / block_size)
-        head = math.ceil(h * w / block_size) if t > 1 else 0
+        head = math.ceil(h * w / block_size) if t > 1 and first_frame else 0
         tail = math.ceil(txt_len / block_size)
         return order, [i < head or i >= n - tail for i in range(n)]
 
@@ -77,7 +79,7 @@ def layout(seq_len, latent_shape=None, txt_len=0, video_spans=None, token_order=
         body, first = clip_parts(t, h, w, token_order if token_order != "raster" else "window")
         bodies += [span["start"] + i for i in body]
         firsts += [span["start"] + i for i in first]
-        owner.update({span["start"] + i: number for i in body})
+        owner.update({span["start"] + i: number for i in (body if first_frame else body + first)})
         inside |= set(range(span["start"], span["start"] + t * h * w))
     context = [i for i in range(seq_len) if i not in inside]
     order = list(range(seq_len)) if token_order == "raster" else bodies + firsts + context
@@ -122,29 +124,45 @@ def mean_scores(q, k, scale, order_q, order_k, keep, block_size):
     return scores
 
 
-def part_scores(q, k, scale, order_q, order_k, keep, block_size):
-    """float64 [B, Hq, NQ, NK]: log-sum-exp over the pairs of quarters of a block, those without a token left out."""
+def part_mass(q, k, scale, order_q, order_k, keep, block_size):
+    """float64 [B, Hq, NQ, NK]: softmax over the quarters of all blocks, those without a token left out, then sums."""
     quarter = block_size // 4
-    exact = mean_scores(q, k, scale, order_q, order_k, keep, quarter)
+    probs = mean_scores(q, k, scale, order_q, order_k, keep, quarter).softmax(-1).nan_to_num(0.0)
     rows, columns = math.ceil(len(order_q) / block_size), math.ceil(len(order_k) / block_size)
-    scores = torch.empty(*exact.shape[:2], rows, columns).double()
+    mass = torch.empty(*probs.shape[:2], rows, columns).double()
     for i in range(rows):
         for j in range(columns):
-            scores[:, :, i, j] = exact[:, :, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].flatten(2).logsumexp(2)
-    return scores
+            mass[:, :, i, j] = probs[:, :, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].flatten(2).sum(2)
+            for b in range(len(mass)):
+                if not any(keep[b, order_k[t]] for t in range(j * block_size, min((j + 1) * block_size, len(order_k)))):
+                    mass[b, :, :, j] = -math.inf
+    return mass
 
 
-SCORES = {"mean": mean_scores, "submeans": part_scores}
+SCORES = {"mean": mean_scores, "submeans": part_mass}
 
 
-def rf_v2_rows(scores, sparsity, protected_q, protected_k):
-    """One row at a time: a sort in plain Python."""
+def free_budget(rows, columns, sparsity):
+    """Free columns to keep in a row, so that about 1 - sparsity of all blocks are kept; bools: protected or not."""
+    free = sum(not row for row in rows)
+    wanted = budget(len(rows) * len(columns), sparsity)
+    given = sum(len(columns) if row else sum(columns) for row in rows)
+    return max(1, math.ceil((wanted - given) / free)) if free else 1
+
+
+def rf_v2_rows(scores, sparsity, protected_q, protected_k, exact=False):
+    """One row at a time: a sort in plain Python. sparsity: one, or one for each head."""
     dense = torch.zeros(scores.shape, dtype=torch.bool)
     n = scores.shape[-1]
     for b, h, i in torch.cartesian_prod(*(torch.arange(s) for s in scores.shape[:3])).tolist():
         row = scores[b, h, i].tolist()
         ranked = sorted(range(n), key=lambda j: (not math.isnan(row[j]), -row[j] if not math.isnan(row[j]) else 0, j))
-        for j in ranked[: max(1, budget(n, sparsity))]:
+        share = sparsity[h] if isinstance(sparsity, list) else sparsity
+        number = max(1, budget(n, share))
+        if exact:
+            ranked = [j for j in ranked if not protected_k[j]]
+            number = free_budget(list(protected_q), list(protected_k), share)
+        for j in ranked[:number]:
             dense[b, h, i, j] = True
         if protected_q[i]:
             dense[b, h, i] = True

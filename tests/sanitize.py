@@ -33,6 +33,10 @@ CALLS = {
     "ada_bsa": (LENGTH, 400, 128, None, ADA_BSA),
     "ada_bsa, causal, key mask": (LENGTH, LENGTH, 64, "bool", dict(ADA_BSA, is_causal=True)),
     "dense": (LENGTH, 400, 128, None, dict(return_lse=True)),
+    "submeans, compensated": (LENGTH, LENGTH, 128, None, dict(RF_V2, **VIDEO, predictor="submeans", compensate=True)),
+    "compensated, key mask": (LENGTH, LENGTH, 64, "bool", dict(RF_V2, compensate=True, return_lse=True)),
+    "budgets by head": (LENGTH, LENGTH, 128, None, dict(RF_V2, **VIDEO) | dict(sparsity=[0.9, 0.5, 0.3, 0.7])),
+    "target error": (LENGTH, LENGTH, 128, None, dict(VIDEO, sparse_type="rf_v2", target_error=0.3)),
     "head dim 40": (LENGTH, LENGTH, 40, None, dict(RF_V2, **VIDEO)),
 }
 DTYPES = {"native": (torch.bfloat16, torch.float32), "fp8": (torch.bfloat16,), "int8": (torch.float16,)}

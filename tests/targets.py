@@ -85,6 +85,7 @@ def calls(everything: bool) -> Iterator[Call]:
         yield Call(torch.bfloat16, 128, video)
         yield Call(torch.bfloat16, 128, ada_bsa, masked=True, return_lse=True)
         yield Call(torch.bfloat16, 128, dict(video, predictor="submeans", compensate=True))
+        yield Call(torch.bfloat16, 128, dict(video, sparsity=[0.9, 0.5, 0.3, 0.7], exact_budget=True))
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (128,) if dtype == torch.float16 else (64, 72, 128, 256):  # fp16 is laid out as bf16 is
@@ -199,7 +200,7 @@ def launches(target: Target, everything: bool) -> list[Launch]:
 
 def run(call: Call, backend: Any) -> None:
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
-    from rainfusion import BlockMask, arguments, pipeline
+    from rainfusion import BlockMask, arguments, budgets, pipeline
     from rainfusion.backends import triton
 
     def tensor(heads: int) -> torch.Tensor:
@@ -216,9 +217,12 @@ def run(call: Call, backend: Any) -> None:
     if call.given:
         blocks = layouts[0].num_blocks
         mask = BlockMask.from_dense(torch.ones(1, 4, blocks, blocks, dtype=torch.bool), options.block_size)
-    backend.attend(q, k, v, mask, *layouts, keep=keep, bias=None, options=options, return_lse=call.return_lse)
+    numbers = [] if options.strategy != "rf_v2" else budgets.numbers(options, LENGTH, LENGTH)
+    backend.attend(
+        q, k, v, mask, *layouts, keep=keep, bias=None, options=options, numbers=numbers, return_lse=call.return_lse
+    )
     if not call.given:
-        backend.predict(q, k, keep, options, *layouts)
+        backend.predict(q, k, keep, options, numbers, *layouts)
     if options.compensate:
         full = BlockMask.full(1, 4, LENGTH, LENGTH, block_size=options.block_size)
         weights, lse = torch.zeros(1, layouts[1].num_blocks), torch.zeros(1, 4, LENGTH)

@@ -495,6 +495,9 @@ EXACT_LENGTH = 1288  # the last block has 8 tokens, so that its mean is exact
 EXACT_LAYOUTS = {
     "none": {},
     "video": dict(latent_shape_q=(3, 16, 26), txt_len=40),
+    "first frame's keys": dict(latent_shape_q=(3, 16, 26), txt_len=40, first_frame="keys"),
+    "free first frame": dict(latent_shape_q=(3, 16, 26), txt_len=40, first_frame="free"),
+    "exact budget": dict(latent_shape_q=(3, 16, 26), txt_len=40, exact_budget=True),
     "mindiesd": dict(latent_shape_q=(3, 16, 26), txt_len=40, token_order="mindiesd"),
 }
 
@@ -520,6 +523,77 @@ def test_masks_are_those_of_the_cpu_where_sums_are_exact(backend, name, dtype, r
     there = predict_mask(q.cpu(), k.cpu(), None if keep is None else keep.cpu(), **kwargs, backend="portable")
     assert same(result[-1].to("cpu"), there)
     assert same(predict_mask(q, k, keep, **kwargs, backend=backend).to("cpu"), there)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_budgets_by_head_are_those_of_the_cpu(backend, dtype):
+    q = gpu.integers(2, 4, EXACT_LENGTH, 64, dtype=dtype)
+    kwargs = dict(EXACT_LAYOUTS["video"], sparse_type="rf_v2", sparsity=[0.9, 0.5, 0.7, 0.0])
+    for exact_budget in (False, True):
+        there = predict_mask(q.cpu(), q.cpu(), **kwargs, exact_budget=exact_budget)
+        result = gpu.attend(backend, q, q, q, **kwargs, exact_budget=exact_budget, return_mask=True)
+        assert result is None or same(result[-1].to("cpu"), there)
+
+
+SUBMEANS = {
+    "plain": dict(RF_V2, predictor="submeans"),
+    "video": dict(CALL, predictor="submeans"),
+    "blocks of 64": dict(CALL, predictor="submeans", block_size=64),
+}
+
+
+@pytest.mark.parametrize("name", SUBMEANS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", [None, "bool", "blocks"])
+def test_submeans_choose_what_the_cpu_does_but_for_near_ties(backend, name, dtype, kind):
+    """As many blocks in every row, and as much predicted mass."""
+    q, k, v = gpu.qkv(dtype=dtype)
+    attn_mask = gpu.key_mask(kind, 2, q.shape[2])
+    kwargs = SUBMEANS[name]
+    result = gpu.attend(backend, q, k, v, attn_mask, **kwargs, return_mask=True)
+    if result is None:
+        return
+    there = predict_mask(q.cpu(), k.cpu(), None if attn_mask is None else attn_mask.cpu(), **kwargs)
+    assert torch.equal(result[-1].counts.cpu(), there.counts)
+    differ = (result[-1].to_dense().cpu() != there.to_dense()).any(-1)
+    assert differ.float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("kind", [None, "bool", "float"])
+@pytest.mark.parametrize("name", ["plain", "video", "blocks of 64"])
+def test_compensation_is_that_of_the_reference(backend, dtype, kind, name):
+    """Against the same mask in float64 on the CPU, within twice what rounding inputs and output costs."""
+    q, k, v = gpu.qkv(dtype=dtype)
+    attn_mask = gpu.key_mask(kind, 2, q.shape[2])
+    kwargs = dict(SUBMEANS[name], compensate=True, return_lse=True)
+    result = gpu.attend(backend, q, k, v, attn_mask, **kwargs, return_mask=True)
+    if result is None:
+        return
+    out, lse, mask = result
+    there = [x.double().cpu() for x in (q, k, v)]
+    mask_there = None if attn_mask is None else attn_mask.cpu()
+    exact, exact_lse = sparse_attention(*there, mask_there, **kwargs, mask=mask.to("cpu"), backend="reference")
+    scale = exact.abs().max()
+    eps = torch.finfo(dtype).eps
+    assert (out.double().cpu() - exact).abs().max() <= max(8 * eps, 2e-5) * scale
+    seen = exact_lse > -math.inf
+    assert (lse.cpu() - exact_lse)[seen].abs().max() <= max(8 * eps, 2e-5) * max(1.0, exact_lse[seen].abs().max())
+
+
+def test_a_target_error_is_kept_on_the_device_as_on_the_cpu(backend):
+    q, k, v = gpu.qkv(dtype=BF16)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), enable_gqa=True)
+    for target in (0.5, 0.2):
+        result = gpu.attend(backend, q, k, v, sparse_type="rf_v2", target_error=target, return_mask=True)
+        if result is None:
+            return
+        there = sparse_attention(q.cpu(), k.cpu(), v.cpu(), sparse_type="rf_v2", target_error=target, return_mask=True)[
+            1
+        ]
+        assert abs(result[-1].density() - there.density()) < 0.05
+        error = (result[0].double() - dense).norm() / dense.norm()
+        assert error <= 1.3 * target
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -68,11 +68,11 @@ def test_one_clip_behind_text_is_the_same_as_latent_shape_and_txt_len():
 
 
 def test_a_whole_window_is_one_block():
-    """17 frames of 16x32: after the first frame every block is 4 frames by 4 rows by 8 columns."""
+    """17 frames of 16x32: after the first frame every block is 2 frames by 8 rows by 8 columns."""
     layout = TokenLayout.build(17 * 16 * 32, latent_shape=[17, 16, 32])
     for block in layout.order[: 16 * 16 * 32].view(-1, 128):
         t, y, x = block // 512, block // 32 % 16, block % 32
-        assert (t.unique().numel(), y.unique().numel(), x.unique().numel()) == (4, 4, 8)
+        assert (t.unique().numel(), y.unique().numel(), x.unique().numel()) == (2, 8, 8)
 
 
 @pytest.mark.parametrize("grid", [(21, 45, 80), (21, 30, 52), (13, 37, 61)])

@@ -47,7 +47,11 @@ def rf_v2_calls(draw):
         token_order=draw(st.sampled_from(["window", "mindiesd", "raster", (8, 4, 4)])),
         scale=draw(st.sampled_from([None, 1.0, -0.3])),
         predictor=draw(st.sampled_from(["mean", "submeans"])),
+        first_frame=draw(st.sampled_from(["protected", "keys", "free"])),
+        exact_budget=draw(st.booleans()),
     )
+    if draw(st.booleans()):
+        kwargs["sparsity"] = [draw(st.sampled_from([0.0, 0.3, 0.5, 0.9])) for _ in range(k_heads * shared)]
     mask = draw(st.sampled_from([None, "bool", "float"]))
     return batch, k_heads * shared, k_heads, q_len, k_len, dim, mask, kwargs, draw(st.integers(0, 2**20))
 
@@ -74,15 +78,26 @@ def test_rf_v2_masks_agree_with_the_definition(call):
     latent_q, latent_k = kwargs["latent_shape_q"], kwargs["latent_shape_k"]
     if q_len == k_len:
         latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
+    if not any(kwargs["sparsity"] if isinstance(kwargs["sparsity"], list) else [1]):
+        assert mask.density() == 1.0
+        return
     shared = kwargs["txt_len"], None, kwargs["token_order"], kwargs["block_size"]
-    order_q, protected_q = oracle.layout(q_len, latent_q, *shared)
-    order_k, protected_k = oracle.layout(k_len, latent_k, *shared)
+    order_q, protected_q = oracle.layout(q_len, latent_q, *shared, kwargs["first_frame"] == "protected")
+    order_k, protected_k = oracle.layout(k_len, latent_k, *shared, kwargs["first_frame"] != "free")
     keep, _ = oracle.kept_keys(attn_mask, batch, k_len)
     scale = dim**-0.5 if kwargs["scale"] is None else kwargs["scale"]
     scores = oracle.SCORES[kwargs["predictor"]](q, k, scale, order_q, order_k, keep, kwargs["block_size"])
-    expected = oracle.rf_v2_rows(scores, kwargs["sparsity"], protected_q, protected_k)
+    exact = kwargs["exact_budget"]
+    expected = oracle.rf_v2_rows(scores, kwargs["sparsity"], protected_q, protected_k, exact)
     different = (mask.to_dense() != expected).any(-1)
-    assert not (different & ~near_ties(scores, max(1, oracle.budget(len(protected_k), kwargs["sparsity"])))).any()
+    if exact:  # ranked apart from the protected ones
+        scores = scores[..., [not p for p in protected_k]]
+    for h, share in enumerate(
+        kwargs["sparsity"] if isinstance(kwargs["sparsity"], list) else heads * [kwargs["sparsity"]]
+    ):
+        number = max(1, oracle.budget(len(protected_k), share))
+        number = oracle.free_budget(protected_q, protected_k, share) if exact else number
+        assert not (different[:, h] & ~near_ties(scores[:, h], number)).any()
     assert (mask.q_len, mask.k_len) == (q_len, k_len)
 
 

@@ -15,8 +15,10 @@ ROOT = Path(__file__).parent.parent
 def test_public_names():
     assert sorted(rainfusion.__all__) == [
         "BlockMask",
+        "Profile",
         "TokenLayout",
         "block_sparse_attention",
+        "calibrate",
         "disable",
         "enable",
         "enabled",
@@ -41,14 +43,15 @@ def test_signature_of_sparse_attention():
         attn_mask=None, scale=None, is_causal=False, head_num=None, input_layout="BNSD", inner_precise=0,
         sparse_type=None, txt_len=0, block_size=128, latent_shape_q=None, latent_shape_k=None, keep_sink=True,
         keep_recent=True, cdf_threshold=1.0, sparsity=0.0, video_spans=None, precision="native", token_order="window",
-        predictor="mean", compensate=False, mask=None, backend="auto", return_lse=False, return_mask=False,
+        predictor="mean", compensate=False, first_frame="protected", exact_budget=False, target_error=None, mask=None,
+        backend="auto", return_lse=False, return_mask=False,
     )  # fmt: skip
 
 
 def test_predict_mask_takes_the_same_arguments():
     attention = inspect.signature(rainfusion.sparse_attention).parameters
     prediction = inspect.signature(rainfusion.predict_mask).parameters
-    assert set(attention) - set(prediction) == {"v", "mask", "return_lse", "return_mask"}
+    assert set(attention) - set(prediction) == {"v", "mask", "target_error", "return_lse", "return_mask"}
     assert all(prediction[name] == attention[name] for name in prediction)
 
 

@@ -60,6 +60,9 @@ CALLS = {
     "cross": (dict(ON_GRID, latent_shape_k=(3, 6, 7)), 212, 146),
     "submeans": (dict(ON_GRID, predictor="submeans"), 212, 212),
     "submeans in 64s": (dict(RF_V2_64, predictor="submeans"), 300, 300),
+    "first frame's keys": (dict(ON_GRID, first_frame="keys"), 212, 212),
+    "free first frame": (dict(ON_GRID, first_frame="free", block_size=64), 212, 212),
+    "exact budget": (dict(ON_GRID, exact_budget=True, block_size=64), 212, 212),
     "ada_bsa": (ADA_BSA, 150, 513),
     "ada_bsa unforced": (dict(ADA_BSA, cdf_threshold=1.0, keep_sink=False, keep_recent=False), 150, 430),
     "causal": (dict(ADA_BSA, sparsity=0.3, is_causal=True), 300, 300),
@@ -88,7 +91,11 @@ def layouts(q_len, k_len, block_size=128, **kwargs):
     if q_len == k_len:
         latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
     rest = kwargs.get("txt_len", 0), kwargs.get("video_spans"), kwargs.get("token_order", "window"), block_size
-    return oracle.layout(q_len, latent_q, *rest), oracle.layout(k_len, latent_k, *rest)
+    first = kwargs.get("first_frame", "protected")
+    return (
+        oracle.layout(q_len, latent_q, *rest, first == "protected"),
+        oracle.layout(k_len, latent_k, *rest, first != "free"),
+    )
 
 
 def assert_attends(out, lse, mask, q, k, v, attn_mask=None, **kwargs):
@@ -133,8 +140,14 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
         (order_q, protected_q), (order_k, protected_k) = layouts(q.shape[2], k.shape[2], **kwargs)
         rest = order_q, order_k, keep, mask.block_size
         scores = oracle.SCORES[kwargs.get("predictor", "mean")](q, k, scale, *rest)
-        wrong = chosen != oracle.rf_v2_rows(scores, sparsity, protected_q, protected_k)
-        last = scores.sort(-1, descending=True).values[..., max(1, oracle.budget(len(protected_k), sparsity)) - 1]
+        exact = kwargs.get("exact_budget", False)
+        wrong = chosen != oracle.rf_v2_rows(scores, sparsity, protected_q, protected_k, exact)
+        ranked = scores.masked_fill(torch.tensor(protected_k), -math.inf) if exact else scores
+        last = torch.empty(scores.shape[:3]).double()
+        for h, share in enumerate(sparsity if isinstance(sparsity, list) else q.shape[1] * [sparsity]):
+            number = max(1, oracle.budget(len(protected_k), share))
+            number = oracle.free_budget(protected_q, protected_k, share) if exact else number
+            last[:, h] = ranked[:, h].sort(-1, descending=True).values[..., number - 1]
         rounding = score_rounding(q, k, scale, *rest, predictor=kwargs.get("predictor")).amax(-1, keepdim=True)
         undecided = (scores - last.unsqueeze(-1)).abs() <= 2 * rounding  # False where both are -inf: a tie
         assert not (wrong & ~undecided).any()
@@ -160,8 +173,9 @@ def score_rounding(q, k, scale, *rest, predictor="mean"):
     """[B, H, NQ, NK]: a few roundings of the terms that a score is the sum of."""
     if predictor != "submeans":
         return 4 * FP32 * oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0)
-    # a sum of exponentials is off by as much as the worst of them, and its logarithm by a few roundings more
-    return 8 * FP32 * (oracle.part_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0) + 3.0)
+    # a probability is off by as much as the worst logit, and by a few roundings more
+    largest = oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest[:3], rest[3] // 4).amax().clamp(min=0.0).item()
+    return 16 * FP32 * (1.0 + largest) * oracle.part_mass(q, k, scale, *rest).clamp(min=0.0)
 
 
 def mass_rounding(q, k, scale, keep):
@@ -193,6 +207,14 @@ def same(mask, other):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # calls of every kind
+
+
+@pytest.mark.parametrize("exact_budget", [False, True])
+def test_budgets_by_head(exact_budget):
+    q, k, v = qkv(2, 4, 300, 40, k_heads=2)
+    sparsity = [0.9, 0.3, 0.0, 0.5]
+    mask = assert_right(q, k, v, **dict(RF_V2_64, sparsity=sparsity, txt_len=70), exact_budget=exact_budget)
+    assert mask.counts[0, 2].min() == 5 > mask.counts[0, 0].min()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -518,13 +540,18 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     protected_q, protected_k = (torch.rand(n, generator=generator) < 0.2 for n in (rows, columns))
     sparsity = data.draw(st.sampled_from([0.1, 0.5, 0.8, 1.0]))
-    expected = BlockMask.from_dense(selection.keep_best(scores, sparsity, protected_q, protected_k))
+    free_only, per_head = data.draw(st.booleans()), data.draw(st.booleans())
+    number = max(1, selection.budget(columns, sparsity))
+    numbers = torch.tensor([number], dtype=torch.int32)
+    expected = selection.keep_best(scores[0], numbers, protected_q, protected_k, free_only)
+    expected = BlockMask.from_dense(expected[None])
     counts = torch.empty(1, 1, rows, dtype=torch.int32, device=DEVICE)
     memory = scores.to(DEVICE, copy=True)
     indices = memory.view(torch.int32)  # the list takes the scores' place
     ranking.keep_best_kernel[(rows,)](
         memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
-        max(1, selection.budget(columns, sparsity)), rows, columns, N_PAD=1 << (columns - 1).bit_length(), num_warps=1,
+        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, rows, columns,
+        N_PAD=1 << (columns - 1).bit_length(), PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices), expected)
 

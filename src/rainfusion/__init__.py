@@ -3,14 +3,17 @@
 from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
-from rainfusion.plugin import disable, enable, enabled, register_model
+from rainfusion.plugin import calibrate, disable, enable, enabled, register_model
+from rainfusion.profiles import Profile
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "Profile",
     "TokenLayout",
     "block_sparse_attention",
+    "calibrate",
     "disable",
     "enable",
     "enabled",

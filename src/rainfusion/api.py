@@ -39,13 +39,16 @@ def sparse_attention(
     keep_sink: bool = True,
     keep_recent: bool = True,
     cdf_threshold: float = 1.0,
-    sparsity: float = 0.0,
+    sparsity: float | Sequence[float] = 0.0,
     *,
     video_spans: Sequence[VideoSpan] | None = None,
     precision: str = "native",
     token_order: str | Sequence[int] = "window",
     predictor: str = "mean",
     compensate: bool = False,
+    first_frame: str = "protected",
+    exact_budget: bool = False,
+    target_error: float | None = None,
     mask: BlockMask | None = None,
     backend: str = "auto",
     return_lse: bool = False,
@@ -69,13 +72,20 @@ def sparse_attention(
             caller's order and protects no first frame.
         keep_sink, keep_recent: ada_bsa: always keep the first block; the diagonal (causal) or last one.
         cdf_threshold: ada_bsa: the share of the predicted attention mass to keep, in (0, 1].
-        sparsity: the share of key blocks to skip, 0 to 1. Start from 0.6 for images, 0.8 for video.
+        sparsity: the share of key blocks to skip, 0 to 1. Start from 0.6 for images, 0.8 for video. rf_v2 also takes
+            one for each query head.
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
         precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
         predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, whose best pairs count.
         compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
+        first_frame: rf_v2, of a video: `"protected"`, it attends to everything and everything to it; `"keys"`, its
+            keys are never dropped; `"free"`, it is like the other frames.
+        exact_budget: rf_v2: protected blocks count in `sparsity` too, so that about 1 - sparsity of all is computed
+            (never fewer than the protected ones and one more a row).
+        target_error: rf_v2: instead of `sparsity`, the error |out - dense| / |dense| to allow in each head; a sample
+            of dense rows says how many blocks that takes.
         mask: a `BlockMask` to use instead of predicting one, from a call with the same layout arguments; `sparsity` is
             then ignored.
         backend: `"auto"`: the fastest that can, torch's dense attention where that is faster and only the output is
@@ -92,7 +102,8 @@ def sparse_attention(
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
-        token_order=token_order, predictor=predictor, compensate=compensate, predicts=mask is None,
+        token_order=token_order, predictor=predictor, compensate=compensate, first_frame=first_frame,
+        exact_budget=exact_budget, target_error=target_error, predicts=mask is None,
     )  # fmt: skip
     return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
     if mask is not None:
@@ -173,18 +184,21 @@ def predict_mask(
     keep_sink: bool = True,
     keep_recent: bool = True,
     cdf_threshold: float = 1.0,
-    sparsity: float = 0.0,
+    sparsity: float | Sequence[float] = 0.0,
     *,
     video_spans: Sequence[VideoSpan] | None = None,
     precision: str = "native",
     token_order: str | Sequence[int] = "window",
     predictor: str = "mean",
     compensate: bool = False,
+    first_frame: str = "protected",
+    exact_budget: bool = False,
     backend: str = "auto",
 ) -> BlockMask:
     """The mask that `sparse_attention` would use: one per query head, over blocks of reordered tokens.
 
-    The arguments are those of `sparse_attention`. With `sparse_type=None` the mask is full, or block-causal.
+    The arguments are those of `sparse_attention`, without `target_error`, which needs v. With `sparse_type=None` the
+    mask is full, or block-causal.
     """
     q, k = arguments.tensors(input_layout, head_num, q=q, k=k)
     options = arguments.options(
@@ -192,7 +206,8 @@ def predict_mask(
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
         keep_recent=keep_recent, cdf_threshold=cdf_threshold, sparsity=sparsity, video_spans=video_spans,
-        token_order=token_order, predictor=predictor, compensate=compensate, predicts=True,
+        token_order=token_order, predictor=predictor, compensate=compensate, first_frame=first_frame,
+        exact_budget=exact_budget, predicts=True,
     )  # fmt: skip
     runner = backends.choose(backend, q, k, k, None, options)
     keep, _ = arguments.key_mask(attn_mask, q, k)

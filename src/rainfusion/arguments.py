@@ -24,6 +24,7 @@ BLOCK_SIZES = (64, 128)
 TOKEN_ORDERS = ("window", "mindiesd", "raster")
 PRECISIONS = ("native", "fp8", "int8")
 PREDICTORS = {"mean": 1, "submeans": 4}  # rf_v2: name -> means of a block
+FIRST_FRAMES = ("protected", "keys", "free")
 
 REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
 REMOVED_AT_BF16 = -9984.0  # what -1e4 is in a bf16 mask
@@ -50,6 +51,7 @@ class LayoutSpec(NamedTuple):
     token_order: str
     window: Grid | None  # None: the default for a video or an image
     block_size: int
+    first_frame: bool = True  # whether that of a video is protected
 
 
 class Options(NamedTuple):
@@ -62,7 +64,11 @@ class Options(NamedTuple):
     strategy: str  # "dense", "rf_v2" or "ada_bsa"
     predictor: str  # of rf_v2
     compensate: bool  # skipped blocks count through their means
-    sparsity: float
+    sparsity: float  # the mean of the heads, where each has its own
+    head_sparsity: list[float]  # empty: one for all
+    target_error: float  # rf_v2: budgets follow from it; 0: from the sparsity
+    exact_budget: bool  # rf_v2: protected blocks count in the sparsity
+    first_frame: str  # rf_v2
     cdf_threshold: float
     keep_sink: bool
     keep_recent: bool
@@ -88,13 +94,14 @@ class Options(NamedTuple):
         flat = self.video_spans
         clips = tuple((flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4))
 
-        def spec(seq_len: int, latent: list[int]) -> LayoutSpec:
+        def spec(seq_len: int, latent: list[int], first_frame: bool) -> LayoutSpec:
             return LayoutSpec(
                 seq_len, _triple(latent), self.txt_len, clips or None, self.token_order, _triple(self.window),
-                self.block_size,
+                self.block_size, first_frame,
             )  # fmt: skip
 
-        return spec(q_len, self.latent_q), spec(k_len, self.latent_k)
+        rows, columns = self.first_frame == "protected", self.first_frame != "free"
+        return spec(q_len, self.latent_q, rows), spec(k_len, self.latent_k, columns)
 
 
 def _triple(sizes: list[int]) -> Grid | None:
@@ -152,6 +159,17 @@ def fraction(name: str, value: Any, *, zero: bool) -> float:
     if not (0.0 <= share <= 1.0) or (share == 0.0 and not zero):  # the first test is False for NaN
         raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1], got {share}")
     return share
+
+
+def sparsities(value: Any, heads: int) -> list[float]:
+    """One sparsity, or one for each query head."""
+    if isinstance(value, Tensor) and value.dim() == 1 and value.device.type == "cpu":
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return [fraction("sparsity", value, zero=True)]
+    if len(value) != heads:
+        raise ValueError(f"sparsity must be a number, or one for each of q's {heads} heads, got {len(value)} of them")
+    return [fraction(f"sparsity[{head}]", share, zero=True) for head, share in enumerate(value)]
 
 
 def checked_scale(value: Any, head_dim: int) -> float:
@@ -402,6 +420,9 @@ def options(
     token_order: Any = "window",
     predictor: Any = "mean",
     compensate: Any = False,
+    first_frame: Any = "protected",
+    exact_budget: Any = False,
+    target_error: Any = None,
 ) -> Options:
     """Everything that is not a tensor, checked. What another strategy would read is checked too, then left out.
 
@@ -412,6 +433,7 @@ def options(
     block_size = one_of("block_size", block_size, BLOCK_SIZES)
     order, window = order_and_window(token_order, block_size)
     clips = () if video_spans is None else spans(video_spans)
+    shares = sparsities(sparsity, q.shape[1])
     checked = Options(
         scale=checked_scale(scale, q.shape[3]),
         is_causal=flag("is_causal", is_causal),
@@ -420,7 +442,11 @@ def options(
         strategy=strategy,
         predictor=choice("predictor", predictor, tuple(PREDICTORS)),
         compensate=flag("compensate", compensate),
-        sparsity=fraction("sparsity", sparsity, zero=True),
+        sparsity=sum(shares) / len(shares) if shares else 0.0,
+        head_sparsity=shares if len(set(shares)) > 1 else [],
+        target_error=0.0 if target_error is None else fraction("target_error", target_error, zero=False),
+        exact_budget=flag("exact_budget", exact_budget),
+        first_frame=choice("first_frame", first_frame, FIRST_FRAMES),
         cdf_threshold=fraction("cdf_threshold", cdf_threshold, zero=False),
         keep_sink=flag("keep_sink", keep_sink),
         keep_recent=flag("keep_recent", keep_recent),
@@ -444,6 +470,10 @@ def options(
         raise ValueError("compensate must be False with is_causal: the mean of a block would show what comes later")
     if block_size != 128 and strategy == "ada_bsa":
         raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
+    if checked.head_sparsity and strategy == "ada_bsa":
+        raise ValueError("sparsity must be one number with sparse_type='ada_bsa'; rf_v2 takes one for each head")
+    if checked.target_error and checked.sparsity:
+        raise ValueError(f"target_error takes the place of sparsity: leave sparsity at 0, got {sparsity}")
     if strategy != "rf_v2":
         return checked.without_layout()
 
@@ -451,7 +481,7 @@ def options(
         raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")
     for name, spec in zip(("latent_shape_q", "latent_shape_k"), checked.layout_specs(q_len, k_len), strict=True):
         check_fit(spec, name)
-    if predicts and checked.sparsity == 0.0:
+    if predicts and checked.sparsity == 0.0 and not checked.target_error:
         return checked.without_layout()._replace(strategy="dense")
     if q_len == k_len:  # one grid serves both sides
         latent_q, latent_k = checked.latent_q, checked.latent_k

@@ -16,12 +16,13 @@ from rainfusion.tools.endtoend import MODELS, REPEATS
 from rainfusion.tools.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_PACKAGES = {"PIL": "pillow"}  # what to install for a module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    missing = [name for name in args.needs(args) if importlib.util.find_spec(name) is None]
+    missing = [_PACKAGES.get(name, name) for name in args.needs(args) if importlib.util.find_spec(name) is None]
     if missing:
         parser.exit(2, f"rainfusion {args.command} needs {' and '.join(missing)}: pip install {' '.join(missing)}\n")
     try:
@@ -42,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_inspect(commands)
     _add_demo(commands)
+    _add_quality(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -291,20 +294,178 @@ def _integers(name: str, values: list[str]) -> list[int]:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
-        help="sparse against dense attention on a synthetic video, with pictures",
+        help="draw a small video with full and with sparse attention, side by side",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Runs dense, rf_v2 and ada_bsa attention on a synthetic video on the CPU, prints speed and error,\n"
-        "and draws the token order, the masks and the outputs.",
-        epilog="example:\n  rainfusion demo --out demo",
+        description="Samples the small video model that comes with the package twice from the same noise, with full\n"
+        "and with sparse attention; writes a GIF of both and their difference and a sheet of all frames, and prints\n"
+        "seconds, PSNR and density. About two minutes on two CPU cores.",
+        epilog="A prompt is a background that moves and three shapes, from back to front. The words are those of\n"
+        "rainfusion.lab.data.\n\n"
+        "examples:\n"
+        "  rainfusion demo --out demo\n"
+        "  rainfusion demo --sparsity 0.9 --dense-steps 0 --prompt 'background up; red disc, from left, right;\n"
+        "    blue square, from top, down, clockwise; white star, from bottom right, up left'",
     )
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where pictures go (default: demo)")
-    demo.set_defaults(run=_demo, needs=lambda args: ["matplotlib", "tqdm"])
+    demo.add_argument("--prompt", metavar="TEXT", help="what to draw; see below")
+    demo.add_argument("--seed", type=int, default=0, help="of the noise (default: 0)")
+    demo.add_argument("--sparsity", type=float, default=0.8, help="share of blocks to skip (default: 0.8)")
+    demo.add_argument("--steps", type=int, metavar="N", help="default: 10")
+    demo.add_argument("--dense-steps", type=int, metavar="N", help="the first N steps dense (default: 2)")
+    demo.add_argument("--guidance", type=float, default=1.0, help="above 1 takes twice as long (default: 1)")
+    demo.add_argument("--frames", type=int, help="default: the model's own, 9")
+    demo.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 64)")
+    demo.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    demo.add_argument("--quick", action="store_true", help="2 steps, 3 frames, 32 pixels: to see that it works")
+    demo.set_defaults(run=_demo, needs=lambda args: ["safetensors", "PIL"])
 
 
 def _demo(args: argparse.Namespace) -> int:
     from rainfusion.tools import demo
 
-    return demo.run(args.out)
+    quick = dict(steps=2, dense_steps=0, frames=3, size=32) if args.quick else {}
+    asked = {name: getattr(args, name) for name in ("prompt", "steps", "dense_steps", "frames", "size")}
+    chosen = {**quick, **{name: value for name, value in asked.items() if value is not None}}
+    return demo.run(
+        demo.Plan(
+            args.out, _device(args.device), seed=args.seed, sparsity=args.sparsity, guidance=args.guidance, **chosen
+        )
+    )
+
+
+def _add_quality(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    quality = commands.add_parser(
+        "quality",
+        help="sample a small trained video model with dense and sparse attention, and compare",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Samples the lab model with dense attention and with each method, from the same noise, and prints\n"
+        "how near each comes: PSNR, SSIM, cosine, the error of frame differences, the attention mass that it keeps,\n"
+        "its density and its time, with standard errors over prompts. Methods are compared at equal realised density.\n"
+        "The model is small and its videos are synthetic: the order of methods says more than the numbers.",
+        epilog="examples:\n"
+        "  rainfusion quality --quick --methods 4x4x8 oracle random\n"
+        "  rainfusion quality --densities 0.2 0.3 0.4 --nominal 0.8 --prompts 32 --out quality --sheet\n"
+        "  rainfusion quality --densities 0.3 --methods rf_v2 --out quality --resume   # adds what is missing\n"
+        "  rainfusion quality --show quality   # the table and the picture once more",
+    )
+    what = quality.add_argument_group("what to compare")
+    what.add_argument(
+        "--densities", type=float, nargs="*", default=[0.2, 0.3, 0.4], metavar="SHARE",
+        help="realised shares of blocks attended to (default: 0.2 0.3 0.4)",
+    )  # fmt: skip
+    what.add_argument("--nominal", type=float, metavar="SPARSITY", help="also our methods and the oracle at a sparsity")
+    what.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="parts of names (default: all methods)")
+    what.add_argument("--list", action="store_true", help="show the methods and measure nothing")
+    how = quality.add_argument_group("how to sample")
+    how.add_argument("--prompts", type=int, metavar="N", help="default: 16")
+    how.add_argument("--steps", type=int, metavar="N", help="default: 24")
+    how.add_argument("--guidance", type=float, default=2.5, help="1 samples the prompt alone (default: 2.5)")
+    how.add_argument("--frames", type=int, help="default: the model's own")
+    how.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own)")
+    how.add_argument("--dense-steps", type=int, default=0, metavar="N", help="the first N steps dense (default: 0)")
+    how.add_argument("--quick", action="store_true", help="2 prompts, 6 steps, 32 pixels: minutes on a CPU")
+    how.add_argument("--seed", type=int, default=0, help="of prompts and noise (default: 0)")
+    how.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    how.add_argument("--backend", choices=backends.NAMES, help="default: the fastest of the device")
+    how.add_argument("--weights", type=Path, metavar="FILE", help="of a lab model (default: those of the package)")
+    where = quality.add_argument_group("where results go")
+    where.add_argument("--out", type=Path, metavar="DIR", help="write quality.json, quality.md and quality.png there")
+    where.add_argument("--resume", action="store_true", help="keep the rows that DIR has, measure the others")
+    where.add_argument("--sheet", action="store_true", help="also contact sheets of a few methods")
+    where.add_argument("--show", type=Path, metavar="DIR", help="measure nothing: show and draw what it holds")
+    quality.set_defaults(run=_quality, needs=lambda args: [] if args.list or args.show else ["safetensors"])
+
+
+def _quality(args: argparse.Namespace) -> int:
+    from rainfusion.lab import methods
+    from rainfusion.tools import quality
+
+    chosen = methods.select(args.methods)
+    if args.list:
+        return quality.list_methods(chosen)
+    if args.show is not None:
+        return quality.show(args.show)
+    for name in ("prompts", "steps", "frames", "size"):
+        if getattr(args, name) is not None:
+            arguments.integer(f"--{name}", getattr(args, name), minimum=1)
+    steps = args.steps or (6 if args.quick else 24)
+    _check_quality(args, steps)
+    quality.check_out(args.out, args.resume)
+    return quality.run(
+        quality.Plan(
+            list(dict.fromkeys(args.densities)), _device(args.device), nominal=args.nominal,
+            prompts=args.prompts or (2 if args.quick else 16), steps=steps, guidance=args.guidance, frames=args.frames,
+            size=args.size or (32 if args.quick else None), dense_steps=args.dense_steps, methods=chosen,
+            backend=args.backend, weights=args.weights, seed=args.seed, out=args.out, resume=args.resume,
+            sheet=args.sheet,
+        )
+    )  # fmt: skip
+
+
+def _check_quality(args: argparse.Namespace, steps: int) -> None:
+    for density in args.densities:
+        arguments.fraction("--densities", density, zero=False)
+    if args.nominal is not None:
+        arguments.fraction("--nominal", args.nominal, zero=True)
+    if not 0 <= args.dense_steps < steps:
+        raise ValueError(f"--dense-steps must be in 0..{steps - 1} for {steps} steps, got {args.dense_steps}")
+    if args.out is None and (args.resume or args.sheet):
+        raise ValueError(f"--{'resume' if args.resume else 'sheet'} needs --out DIR")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what each layer and head of a pipeline loses, and share out one density",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Makes a few samples with dense attention, measures on the way what every head would lose at\n"
+        "every budget, and writes a profile: a sparsity for each layer and head, whose mean is what was asked for.\n"
+        "Takes as long as the samples do, and a little more. rainfusion.enable(pipe, profile=FILE) uses it.",
+        epilog="examples:\n"
+        "  rainfusion calibrate lab --sparsity 0.7 --steps 6 --out lab.json\n"
+        "  rainfusion calibrate Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sparsity 0.8 --steps 8 --frames 81 --height 480 \\\n"
+        "    --width 832 --prompt 'a cat on a wall' --prompt 'waves at night' --compensate --out wan.json",
+    )
+    calibrate.add_argument("model", metavar="MODEL", help="a folder or name for diffusers' from_pretrained, or: lab")
+    calibrate.add_argument("--sparsity", type=float, default=0.8, help="of all heads together (default: 0.8)")
+    calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile; a picture beside it")
+    calibrate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for more samples")
+    calibrate.add_argument("--samples", type=int, default=2, metavar="N", help="of the lab model (default: 2)")
+    calibrate.add_argument("--steps", type=int, help="default: the pipeline's own; 8 will do")
+    calibrate.add_argument("--height", type=int, help="default: the pipeline's own")
+    calibrate.add_argument("--width", type=int)
+    calibrate.add_argument("--frames", type=int)
+    calibrate.add_argument("--guidance", type=float)
+    calibrate.add_argument("--token-order", default="window", metavar="ORDER", help="window, raster or mindiesd")
+    calibrate.add_argument("--predictor", choices=arguments.PREDICTORS, default="mean")
+    calibrate.add_argument("--compensate", action="store_true")
+    calibrate.add_argument("--first-frame", choices=arguments.FIRST_FRAMES, default="keys")
+    calibrate.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the pipeline (default: bf16)")
+    calibrate.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    calibrate.set_defaults(
+        run=_calibrate, needs=lambda args: ["safetensors"] if args.model == "lab" else ["diffusers", "transformers"]
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from rainfusion.tools import calibrate
+
+    if args.model != calibrate.LAB and not args.prompt:
+        raise ValueError("--prompt must be given at least once: budgets come from samples")
+    asked = dict(
+        num_inference_steps=args.steps, height=args.height, width=args.width, num_frames=args.frames,
+        guidance_scale=args.guidance,
+    )  # fmt: skip
+    options = dict(
+        token_order=args.token_order, predictor=args.predictor, compensate=args.compensate, first_frame=args.first_frame
+    )
+    return calibrate.run(
+        calibrate.Plan(
+            args.model, arguments.fraction("--sparsity", args.sparsity, zero=False), args.out, _device(args.device),
+            options, args.prompt, arguments.integer("--samples", args.samples, minimum=1),
+            {name: value for name, value in asked.items() if value is not None}, _DTYPES[args.dtype],
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

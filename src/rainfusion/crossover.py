@@ -11,15 +11,12 @@ the verdict about where it is.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from rainfusion.arguments import LayoutSpec, Options
-from rainfusion.layout import cached_layout
-from rainfusion.selection import budget
+from rainfusion import budgets
+from rainfusion.arguments import Options
 
 
 class Speed(NamedTuple):
@@ -71,16 +68,4 @@ def expected_density(options: Options, q_len: int, k_len: int) -> float | None:
         return 1.0 - options.sparsity if options.sparsity > 0.0 else None
     if options.strategy != "rf_v2":
         return 1.0
-    q_spec, k_spec = options.layout_specs(q_len, k_len)
-    return _rf_v2_density(q_spec, k_spec, options.sparsity)
-
-
-@lru_cache(maxsize=256)
-def _rf_v2_density(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float) -> float:
-    """Protected rows are whole; in the others the best blocks are as often protected as chance has it."""
-    rows, columns = (cached_layout(spec, torch.device("cpu")).protected for spec in (q_spec, k_spec))
-    if len(rows) == 0 or len(columns) == 0:
-        return 1.0
-    whole, always = float(rows.float().mean()), float(columns.float().mean())
-    chosen = max(1, budget(len(columns), sparsity)) / len(columns)
-    return whole + (1.0 - whole) * (always + (1.0 - always) * chosen)
+    return None if options.target_error else budgets.density(options, q_len, k_len)

@@ -135,6 +135,10 @@ def attend_sharded(
     if call.options.is_causal and ring_group is not None:
         raise ValueError("is_causal must be False in ring attention, which deals out queries; use ulysses_attention")
 
+    if call.options.target_error:
+        raise ValueError("target_error must be left out: budgets follow from queries that other processes have")
+    call = call.of_heads(q.shape[1] // mesh.ulysses_size, mesh.ulysses_rank)
+
     per_chunk = mesh.ulysses_size
     chunks = [sum(lengths[i : i + per_chunk]) for i in range(0, len(lengths), per_chunk)]  # by ring index
     mine = lengths[mesh.ring_rank * per_chunk : (mesh.ring_rank + 1) * per_chunk]  # of this chunk, by Ulysses index
@@ -189,6 +193,11 @@ class _Call(NamedTuple):
     order: bytes | None
     q_spec: LayoutSpec
     k_spec: LayoutSpec
+
+    def of_heads(self, number: int, rank: int) -> _Call:
+        """For a process that attends with a share of the heads."""
+        own = self.options.head_sparsity[rank * number : (rank + 1) * number]
+        return self._replace(options=self.options._replace(head_sparsity=own))
 
     @property
     def reorders(self) -> bool:

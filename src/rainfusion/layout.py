@@ -16,8 +16,9 @@ from torch import Tensor
 from rainfusion import arguments
 from rainfusion.arguments import Clip, Grid, LayoutSpec, VideoSpan
 
-# Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128.
-VIDEO_WINDOW = (4, 4, 8)
+# Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128. Of the windows
+# for video, (2, 8, 8) and (2, 4, 16) gave the best samples at equal density (docs/quality.md).
+VIDEO_WINDOW = (2, 8, 8)
 IMAGE_WINDOW = (1, 8, 16)
 
 _TILE = 8  # edge of the tiles of token_order="mindiesd"
@@ -49,6 +50,7 @@ class TokenLayout:
     protected: Tensor
     is_identity: bool
     protected_first: Tensor = field(init=False, repr=False)  # int32 [N]: the blocks, heavy rows first, for kernels
+    num_protected: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.order.shape != (self.seq_len,) or self.inverse.shape != (self.seq_len,):
@@ -60,6 +62,7 @@ class TokenLayout:
             raise ValueError(f"protected must have shape ({self.num_blocks},), got {tuple(self.protected.shape)}")
         rows = self.protected.to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
         object.__setattr__(self, "protected_first", rows)
+        object.__setattr__(self, "num_protected", -1 if self.protected.is_meta else int(self.protected.sum()))
 
     @classmethod
     def build(
@@ -102,7 +105,7 @@ class TokenLayout:
 
     def __repr__(self) -> str:
         kind = "the caller's order" if self.is_identity else "reordered"
-        protected = "?" if self.protected.is_meta else int(self.protected.sum())
+        protected = "?" if self.protected.is_meta else self.num_protected
         return (
             f"TokenLayout({self.seq_len} tokens, {self.num_blocks} blocks of {self.block_size}, {kind}, "
             f"{protected} protected)"
@@ -143,7 +146,7 @@ def _order_and_protected(spec: LayoutSpec) -> tuple[Tensor, Tensor]:
     clips = _clips(spec)
     labels = torch.full((spec.seq_len,), _NO_CLIP)
     for number, clip in enumerate(clips):
-        labels[_body(clip)] = number
+        labels[_body(clip, spec.first_frame)] = number
     order = tokens if spec.token_order == "raster" else _packed_order(spec, clips, labels)
     return order, _protected_by_label(labels[order], spec.block_size)
 
@@ -155,10 +158,10 @@ def _clips(spec: LayoutSpec) -> list[Clip]:
     return [(spec.txt_len, *spec.latent_shape)]
 
 
-def _body(clip: Clip) -> slice:
-    """The tokens of a clip that may be dropped: all but the first frame of a video."""
+def _body(clip: Clip, first_frame: bool) -> slice:
+    """The tokens of a clip that may be dropped: all, or all but the first frame of a video."""
     start, t, h, w = clip
-    return slice(start + (h * w if t > 1 else 0), start + t * h * w)
+    return slice(start + (h * w if first_frame and t > 1 else 0), start + t * h * w)
 
 
 def _packed_order(spec: LayoutSpec, clips: list[Clip], labels: Tensor) -> Tensor:
@@ -233,7 +236,7 @@ def _mindiesd_protected(spec: LayoutSpec) -> Tensor:
     assert spec.latent_shape is not None
     t, h, w = spec.latent_shape
     blocks = torch.arange(-(-spec.seq_len // spec.block_size))
-    first = -(-h * w // spec.block_size) if t > 1 else 0
+    first = -(-h * w // spec.block_size) if spec.first_frame and t > 1 else 0
     last = -(-spec.txt_len // spec.block_size)
     return (blocks < first) | (blocks >= len(blocks) - last)
 

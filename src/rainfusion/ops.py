@@ -17,7 +17,7 @@ from rainfusion.blockmask import BlockMask
 
 _OPTIONS = (
     "float scale, bool is_causal, SymInt inner_precise, str precision, str strategy, str predictor, bool compensate, "
-    "float sparsity, "
+    "float sparsity, float[] head_sparsity, float target_error, bool exact_budget, str first_frame, "
     "float cdf_threshold, bool keep_sink, bool keep_recent, SymInt block_size, SymInt txt_len, SymInt[] latent_q, "
     "SymInt[] latent_k, SymInt[] video_spans, str token_order, SymInt[] window"
 )  # the fields of Options, in their order

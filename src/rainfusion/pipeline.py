@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rainfusion import backends, compensation, crossover, dense
+from rainfusion import backends, budgets, compensation, crossover, dense, errors
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout, cached_layout
 from rainfusion.pooling import block_means, live_blocks, present
-from rainfusion.predictors import antidiagonal_mass, mean_scores, part_scores
+from rainfusion.predictors import antidiagonal_mass, mean_scores, part_mass
 from rainfusion.selection import keep_best, keep_mass
 from rainfusion.slabs import head_slabs
 
@@ -79,16 +79,20 @@ def attend_in(
     """`attend` in layouts of the caller's own, always with `runner`; the options' layout arguments are not read."""
     if mask is not None:
         mask.check_values()
+    elif options.target_error and not _empty(q, k):
+        mask = _predict_for_error(q, k, v, keep, bias, options, q_layout, k_layout, runner)
     if options.compensate and not _empty(q, k):
         without = options._replace(compensate=False)
         out, lse, mask = attend_in(q_layout, k_layout, q, k, v, keep, bias, mask, without, runner, True, share)
         assert lse is not None and mask is not None
         out, lse = _compensated(q, k, v, out, lse, mask, keep, bias, options.scale, q_layout, k_layout, runner)
         return out, lse if return_lse else None, mask
+    numbers = _numbers(q, k, options, share) if mask is None else []
     if runner in backends.FUSED and not _empty(q, k):
         return backends.FUSED[runner].attend(
-            q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, options=options, return_lse=return_lse
-        )
+            q, k, v, mask, q_layout, k_layout, keep=keep, bias=bias, options=options, numbers=numbers,
+            return_lse=return_lse,
+        )  # fmt: skip
     runner = "portable" if runner in backends.FUSED else runner  # nothing to do, and it knows how
     if mask is None:
         mask = predict(q, k, keep, options, q_layout, k_layout, runner, share)
@@ -117,23 +121,77 @@ def predict(
     """pool -> score -> select."""
     if options.strategy == "dense" or _empty(q, k):
         return full_mask(q, k, options)
+    numbers = _numbers(q, k, options, share)
     if runner in backends.FUSED:
-        return backends.FUSED[runner].predict(q, k, keep, options, q_layout, k_layout)
+        return backends.FUSED[runner].predict(q, k, keep, options, numbers, q_layout, k_layout)
     live = None if keep is None else live_blocks(k_layout, keep)
     if options.strategy == "rf_v2":
         scores = _scores(q, k, keep, live, options, q_layout, k_layout, share)
-    else:
-        scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
+        number = budgets.on_device(numbers, q.device).expand(len(q), q.shape[1])
+        return _select_best(scores, number, options.exact_budget, options.block_size, q_layout, k_layout)
+    scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
 
-    def select(part: Tensor, b: int) -> Tensor:
-        if options.strategy == "rf_v2":
-            return keep_best(part, options.sparsity, q_layout.protected, k_layout.protected)
+    def select(part: Tensor, b: int, slab: slice) -> Tensor:
         return keep_mass(
             part, options.sparsity, options.cdf_threshold, keep_sink=options.keep_sink,
             keep_recent=options.keep_recent, is_causal=options.is_causal, live=None if live is None else live[b],
         )  # fmt: skip
 
     return _select_in_slabs(scores, select, options.block_size)
+
+
+def _numbers(q: Tensor, k: Tensor, options: Options, share: Share | None) -> list[int]:
+    """Blocks that rf_v2 keeps in a row, for each head or for all; shares are of self-attention."""
+    if options.strategy != "rf_v2":
+        return []
+    return budgets.numbers(options, q.shape[2] if share is None else k.shape[2], k.shape[2])
+
+
+def _predict_for_error(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    runner: str,
+) -> BlockMask:
+    """rf_v2's ranking, with budgets from a sample of dense rows."""
+    scores = block_scores(q, k, keep, options, q_layout, k_layout, runner)
+    curves = errors.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
+    number = budgets.for_error(curves, options.target_error)
+    if runner in backends.FUSED:
+        return backends.triton.keep_best(scores, number.flatten(), True, options.block_size, q_layout, k_layout)
+    return _select_best(scores, number, True, options.block_size, q_layout, k_layout)
+
+
+def block_scores(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+    runner: str,
+) -> Tensor:
+    """By which rf_v2 ranks, fp32 [B, H, NQ, NK]."""
+    if runner in backends.FUSED:
+        return backends.triton.scores(q, k, keep, options, q_layout, k_layout)
+    live = None if keep is None else live_blocks(k_layout, keep)
+    return _scores(q, k, keep, live, options, q_layout, k_layout, None)
+
+
+def _select_best(
+    scores: Tensor, number: Tensor, free_only: bool, block_size: int, q_layout: TokenLayout, k_layout: TokenLayout
+) -> BlockMask:
+    """number int [B, H]"""
+
+    def select(part: Tensor, b: int, slab: slice) -> Tensor:
+        return keep_best(part, number[b, slab], q_layout.protected, k_layout.protected, free_only)
+
+    return _select_in_slabs(scores, select, block_size)
 
 
 def _compensated(
@@ -179,7 +237,7 @@ def _scores(
             q_live = share.in_place(q_live[None, None, :, None].float(), parts).flatten() > 0
         k_live = present(k_layout, parts, k.device).expand(len(k), -1)
         k_live = k_live if keep is None else live_blocks(k_layout, keep, parts)
-        scores = part_scores(q_means, k_means, options.scale, q_live, k_live, parts)
+        scores = part_mass(q_means, k_means, options.scale, q_live, k_live, parts)
     return scores if share is None else scores.index_select(2, share.blocks)
 
 
@@ -194,17 +252,17 @@ def _empty(q: Tensor, k: Tensor) -> bool:
     return 0 in (*q.shape, *k.shape)
 
 
-def _select_in_slabs(scores: Tensor, select: Callable[[Tensor, int], Tensor], block_size: int) -> BlockMask:
+def _select_in_slabs(scores: Tensor, select: Callable[[Tensor, int, slice], Tensor], block_size: int) -> BlockMask:
     """A few heads of a batch element at a time: ranking takes many times the memory of the scores themselves.
 
-    scores [B, H, NQ, NK]; select: (some of them [h, NQ, NK], number of the element) -> bool [h, NQ, NK]
+    scores [B, H, NQ, NK]; select: (some of them [h, NQ, NK], number of the element, which heads) -> bool
     """
     batch, heads, rows, columns = scores.shape
     counts = scores.new_empty((batch, heads, rows), dtype=torch.int32)
     indices = scores.new_empty(scores.shape, dtype=torch.int32)
     for b in range(batch):
         for slab in head_slabs(heads, rows * columns * _RANKING_BYTES, _SELECTION_BYTES):
-            part = BlockMask.from_dense(select(scores[b, slab], b).unsqueeze(0), block_size)
+            part = BlockMask.from_dense(select(scores[b, slab], b, slab).unsqueeze(0), block_size)
             counts[b, slab], indices[b, slab] = part.counts[0], part.indices[0]
     return BlockMask(counts, indices, block_size)
 

@@ -1,6 +1,6 @@
 """Predictors: how much each key block matters to each query block, without computing the attention.
 
-`mean_scores` and `part_scores` are rf_v2's, on means of blocks and of parts of them; `antidiagonal_mass` is ada_bsa's,
+`mean_scores` and `part_mass` are rf_v2's, on means of blocks and of parts of them; `antidiagonal_mass` is ada_bsa's,
 on strided samples of the logits.
 """
 
@@ -33,23 +33,31 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
     return scores if live is None else scores.masked_fill_(~live[:, None, None, :], -torch.inf)
 
 
-def part_scores(q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, parts: int) -> Tensor:
-    """score[i, j] = log sum over the parts a of block i, b of block j of exp(scale * mean_q[a] . mean_k[b]), in fp32.
+def part_mass(q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, parts: int) -> Tensor:
+    """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * mean_q[a] . mean_k[b]), in fp32.
 
-    A part that stands out counts, where the mean of the whole block would hide it; -inf where block j has no key left.
+    A part that stands out counts, where the mean of the whole block would hide it, and each part of the queries counts
+    as much as another; -inf where block j has no key left.
     [B, Hq, NQ * parts, D], [B, Hk, NK * parts, D], live bool [NQ * parts], [B, NK * parts] -> [B, Hq, NQ, NK]
     """
     batch, heads, rows, _ = q_means.shape
     shared = heads // max(1, k_means.shape[1])
     columns = k_means.shape[2]
-    scores = q_means.new_empty((batch, heads, rows // parts, columns // parts))
+    mass = q_means.new_empty((batch, heads, rows // parts, columns // parts))
     for b in range(batch):
         for h in range(heads):
-            logits = (q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale)
-            logits = logits.masked_fill_(~(q_live[:, None] & k_live[b]), -torch.inf)
-            pairs = logits.unflatten(1, (-1, parts)).unflatten(0, (-1, parts)).transpose(1, 2)  # [NQ, NK, parts, parts]
-            scores[b, h] = pairs.flatten(2).logsumexp(2)
-    return scores
+            logits = _shown((q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale))
+            probs = logits.masked_fill_(~k_live[b], -torch.inf).softmax(-1).nan_to_num_(nan=0.0)
+            probs = probs.masked_fill_(~q_live[:, None], 0.0)
+            mass[b, h] = probs.unflatten(1, (-1, parts)).sum(2).unflatten(0, (-1, parts)).sum(1)
+        mass[b].masked_fill_(~k_live[b].unflatten(0, (-1, parts)).any(1), -torch.inf)
+    return mass
+
+
+def _shown(logits: Tensor) -> Tensor:
+    """A NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output as with dense."""
+    largest = torch.finfo(torch.float32).max
+    return logits.nan_to_num_(nan=largest, posinf=largest, neginf=-torch.inf)
 
 
 def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, is_causal: bool) -> Tensor:
@@ -83,10 +91,7 @@ def antidiagonal_mass(q: Tensor, k: Tensor, scale: float, keep: Tensor | None, i
 
 def _group_softmax(logits: Tensor, live: Tensor, first_group: int, q_len: int, is_causal: bool) -> Tensor:
     """[h, groups of q, groups of k] -> probabilities; rows of padding, and rows that see no key, are zero."""
-    # A NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output as in dense attention.
-    largest = torch.finfo(torch.float32).max
-    logits = logits.nan_to_num_(nan=largest, posinf=largest, neginf=-torch.inf)
-    logits.masked_fill_(~live, -torch.inf)
+    logits = _shown(logits).masked_fill_(~live, -torch.inf)
     group = torch.arange(first_group, first_group + logits.shape[1], device=logits.device)
     if is_causal:
         future = torch.arange(logits.shape[2], device=logits.device) > group[:, None]

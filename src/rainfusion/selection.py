@@ -13,15 +13,19 @@ def budget(blocks: int, sparsity: float) -> int:
     return math.ceil(blocks * (1.0 - sparsity) - 1e-9)
 
 
-def keep_best(scores: Tensor, sparsity: float, protected_rows: Tensor, protected_columns: Tensor) -> Tensor:
-    """rf_v2: the `budget` best of all columns in each row, ties to the lower index, then the protected blocks.
+def keep_best(
+    scores: Tensor, number: Tensor, protected_rows: Tensor, protected_columns: Tensor, free_only: bool = False
+) -> Tensor:
+    """rf_v2: the `number` best columns of each row, ties to the lower index, then the protected blocks.
 
-    NaN ranks first. scores [..., NQ, NK], protected_rows bool [NQ], protected_columns bool [NK].
+    NaN ranks first. Of all columns, or (`free_only`) of those that are not protected.
+    scores [H, NQ, NK], number int [H] or [1], protected_rows bool [NQ], protected_columns bool [NK].
     """
-    columns = scores.shape[-1]
-    kept = torch.arange(columns, device=scores.device) < max(1, budget(columns, sparsity))
-    chosen = _by_rank(scores.argsort(dim=-1, descending=True, stable=True), kept.expand(scores.shape))
-    return chosen | protected_rows[:, None] | protected_columns
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    if free_only:  # protected columns behind all others, whose order stays
+        order = order.gather(-1, protected_columns[order].to(torch.uint8).argsort(dim=-1, stable=True))
+    kept = torch.arange(scores.shape[-1], device=scores.device) < number[:, None, None]
+    return _by_rank(order, kept.expand(scores.shape)) | protected_rows[:, None] | protected_columns
 
 
 def keep_mass(

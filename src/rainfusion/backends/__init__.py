@@ -62,6 +62,7 @@ class FusedBackend(Predicate, Protocol):
         keep: Tensor | None,
         bias: Tensor | None,
         options: Options,
+        numbers: list[int],
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None, BlockMask]: ...
 
@@ -71,6 +72,7 @@ class FusedBackend(Predicate, Protocol):
         k: Tensor,
         keep: Tensor | None,
         options: Options,
+        numbers: list[int],
         q_layout: TokenLayout,
         k_layout: TokenLayout,
     ) -> BlockMask: ...

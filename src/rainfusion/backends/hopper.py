@@ -80,15 +80,16 @@ def attend(
     keep: Tensor | None,
     bias: Tensor | None,
     options: Options,
+    numbers: list[int],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, BlockMask]:
     """Same contract as `triton.attend`."""
     with device_guard(q):
         if mask is None and options.strategy == "ada_bsa" and options.precision != "native":
-            mask = predict(q, k, keep, options, q_layout, k_layout)  # from k as it is
+            mask = predict(q, k, keep, options, numbers, q_layout, k_layout)  # from k as it is
         pool = triton.pooled_parts(mask, options)
         keys = prepare(k, v, k_layout, keep, bias, pool=pool, precision=options.precision)
-        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options)
+        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
         out, lse = attend_blocks(
             q, keys, mask, rows, q_layout, scale=options.scale, is_causal=False, inner_precise=options.inner_precise,
             return_lse=return_lse,
@@ -104,9 +105,10 @@ def choose_blocks(
     k_layout: TokenLayout,
     keep: Tensor | None,
     options: Options,
+    numbers: list[int],
 ) -> tuple[BlockMask, Tensor]:
     """Same contract as `triton.choose_blocks`."""
-    return triton.choose_blocks(q, Keys(*keys[:5]), mask, q_layout, k_layout, keep, options)
+    return triton.choose_blocks(q, Keys(*keys[:5]), mask, q_layout, k_layout, keep, options, numbers)
 
 
 def prepare(

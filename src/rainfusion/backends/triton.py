@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion import budgets
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
-from rainfusion.pooling import live_blocks
+from rainfusion.pooling import live_blocks, present
 from rainfusion.predictors import live_groups
-from rainfusion.selection import budget
 
 T = TypeVar("T")
 
@@ -96,12 +96,16 @@ def attend(
     keep: Tensor | None,
     bias: Tensor | None,
     options: Options,
+    numbers: list[int],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, BlockMask]:
-    """-> out, lse if asked for, and the mask: the given one, or the one that was predicted."""
+    """-> out, lse if asked for, and the mask: the given one, or the one that was predicted.
+
+    `numbers`: blocks that rf_v2 keeps in a row, see `budgets.numbers`.
+    """
     with device_guard(q):
         keys = prepare(k, v, k_layout, keep, bias, pool=pooled_parts(mask, options))
-        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options)
+        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
         out, lse = attend_blocks(
             q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
             inner_precise=options.inner_precise, return_lse=return_lse,
@@ -122,12 +126,15 @@ def choose_blocks(
     k_layout: TokenLayout,
     keep: Tensor | None,
     options: Options,
+    numbers: list[int],
 ) -> tuple[BlockMask, Tensor]:
     """-> the mask, predicted unless given, and the order in which to take its rows, heavy ones first."""
     if mask is None and options.strategy == "rf_v2":  # light rows are all alike
         assert keys.means is not None
-        q_means = block_means(q, q_layout, parts=options.parts)
-        return _keep_best(q_means, keys.means, keep, options, q_layout, k_layout), q_layout.protected_first
+        found = _scores(block_means(q, q_layout, parts=options.parts), keys.means, keep, options, q_layout, k_layout)
+        number = budgets.on_device(numbers, q.device) if len(numbers) > 1 else numbers[0]
+        mask = keep_best(found, number, options.exact_budget, options.block_size, q_layout, k_layout)
+        return mask, q_layout.protected_first
     if mask is None and options.strategy == "ada_bsa":
         mask = _keep_mass(q, keys.k, keep, options, keys.length)
     if mask is None:
@@ -140,14 +147,20 @@ def choose_blocks(
 
 
 def predict(
-    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    options: Options,
+    numbers: list[int],
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
 ) -> BlockMask:
     """The mask alone, of rf_v2 or ada_bsa: the same as `attend` would use, bit for bit."""
     with device_guard(q):
         if options.strategy == "rf_v2":
-            q_means = block_means(q, q_layout, parts=options.parts)
-            k_means = block_means(k, k_layout, keep, options.parts)
-            return _keep_best(q_means, k_means, keep, options, q_layout, k_layout)
+            found = scores(q, k, keep, options, q_layout, k_layout)
+            number = budgets.on_device(numbers, q.device) if len(numbers) > 1 else numbers[0]
+            return keep_best(found, number, options.exact_budget, options.block_size, q_layout, k_layout)
         clean = k if keep is None else k.masked_fill(~keep[:, None, :, None], 0.0)
         return _keep_mass(q, clean, keep, options, k.shape[2])
 
@@ -206,36 +219,95 @@ def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, part
     return means
 
 
-def _keep_best(
+def scores(
+    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+) -> Tensor:
+    """rf_v2's, fp32 [B, H, NQ, NK]."""
+    with device_guard(q):
+        q_means = block_means(q, q_layout, parts=options.parts)
+        k_means = block_means(k, k_layout, keep, options.parts)
+        return _scores(q_means, k_means, keep, options, q_layout, k_layout)
+
+
+def _scores(
     q_means: Tensor,
     k_means: Tensor,
     keep: Tensor | None,
     options: Options,
     q_layout: TokenLayout,
     k_layout: TokenLayout,
-) -> BlockMask:
-    """rf_v2's scores and selection. The list takes the scores' memory: a row is read whole before it is written."""
+) -> Tensor:
+    """From the means of blocks, or of their parts."""
     from rainfusion.kernels import ranking
 
-    parts = options.parts
+    if options.parts > 1:
+        return _part_mass(q_means, k_means, keep, options, q_layout, k_layout)
     batch, heads, _, head_dim = q_means.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
-    scores = q_means.new_empty((batch, heads, rows, columns))
-    live = None if keep is None else as_bytes(live_blocks(k_layout, keep, parts))
+    found = q_means.new_empty((batch, heads, rows, columns))
+    live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
     tile = 64
-    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows * parts / tile) * math.ceil(columns * parts / tile),)](
-        q_means, k_means, live, scores, options.scale, heads, heads // k_means.shape[1], rows * parts, columns * parts,
-        q_layout.seq_len, k_layout.seq_len, D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None,
-        PRECISION=_exact_products(q_means), PARTS=parts, SIZE=options.block_size // parts, num_warps=4,
+    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
+        q_means, k_means, live, found, options.scale, heads, heads // k_means.shape[1], rows, columns,
+        D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(q_means), num_warps=4,
     )  # fmt: skip
-    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q_means.device)
+    return found
+
+
+def _part_mass(
+    q_means: Tensor,
+    k_means: Tensor,
+    keep: Tensor | None,
+    options: Options,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+) -> Tensor:
+    """`predictors.part_mass`"""
+    from rainfusion.kernels import ranking
+
+    parts, size = options.parts, options.block_size // options.parts
+    batch, heads, _, head_dim = q_means.shape
+    rows, columns = q_layout.num_blocks, k_layout.num_blocks
+    mass = q_means.new_empty((batch, heads, rows, columns))
+    live = present(k_layout, parts, k_means.device).expand(batch, -1)
+    live = live if keep is None else live_blocks(k_layout, keep, parts)
+    tile = 64
+    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * parts / tile),)](
+        q_means, k_means, as_bytes(live), mass, *q_means.stride(), *k_means.stride(), options.scale, heads,
+        heads // k_means.shape[1], rows, columns, math.ceil(q_layout.seq_len / size), columns * parts,
+        D=head_dim, BM=tile, BN=tile, BD=32, IS_CAUSAL=False, PRECISION=_exact_products(q_means), STRIDE=1,
+        GROUPS=parts, num_warps=4,
+    )  # fmt: skip
+    if keep is not None:
+        mass.masked_fill_(~live_blocks(k_layout, keep)[:, None, None], -torch.inf)
+    return mass
+
+
+def keep_best(
+    scores: Tensor,
+    number: int | Tensor,
+    free_only: bool,
+    block_size: int,
+    q_layout: TokenLayout,
+    k_layout: TokenLayout,
+) -> BlockMask:
+    """`selection.keep_best`; number: one for all rows, or int32 [H] or [B * H].
+
+    The list takes the scores' memory: a row is read whole before it is written.
+    """
+    from rainfusion.kernels import ranking
+
+    batch, heads, rows, columns = scores.shape
+    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=scores.device)
     indices = scores.view(torch.int32)
-    number = max(1, budget(columns, options.sparsity))
-    ranking.keep_best_kernel[(batch * heads * rows,)](
-        scores, as_bytes(q_layout.protected), as_bytes(k_layout.protected), counts, indices, number, rows, columns,
-        N_PAD=_power_of_two(columns), num_warps=_ranking_warps(columns),
-    )  # fmt: skip
-    return BlockMask(counts, indices, options.block_size)
+    one, several, of = (0, number, len(number)) if isinstance(number, Tensor) else (number, None, 1)
+    with device_guard(scores):
+        ranking.keep_best_kernel[(batch * heads * rows,)](
+            scores, as_bytes(q_layout.protected), as_bytes(k_layout.protected), counts, indices, one, several, of, rows,
+            columns, N_PAD=_power_of_two(columns), PER_HEAD=several is not None, FREE_ONLY=free_only,
+            num_warps=_ranking_warps(columns),
+        )  # fmt: skip
+    return BlockMask(counts, indices, block_size)
 
 
 def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_len: int) -> BlockMask:
@@ -247,10 +319,11 @@ def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_le
     mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     groups = as_bytes(live_groups(keep, batch, k_len, columns, k.device)).contiguous()
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
-    ranking.antidiagonal_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
+    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
         q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
         q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
-        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
+        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), STRIDE=8, GROUPS=16, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
     live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))

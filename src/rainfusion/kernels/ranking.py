@@ -9,14 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def mean_scores_kernel(
-    q_means, k_means, live, scores, scale, H, SHARED, NQ, NK, Sq, Sk,
+    q_means, k_means, live, scores, scale, H, SHARED, NQ, NK,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_LIVE: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores[i, j] = scale * q_means[i] . k_means[j], -inf where block j has no key: fp32 [B, H, NQ, NK].
-
-    With several means of SIZE tokens to a block, their log-sum-exp: fp32 [B, H, NQ / PARTS, NK / PARTS].
-    """
+    """scores[i, j] = scale * q_means[i] . k_means[j], -inf where block j has no key: fp32 [B, H, NQ, NK]."""
     pid = tl.program_id(0).to(tl.int64)
     tiles_m, tiles_n = tl.cdiv(NQ, BM), tl.cdiv(NK, BN)
     bh = pid // (tiles_m * tiles_n)
@@ -37,37 +34,25 @@ def mean_scores_kernel(
     if HAS_LIVE:
         b_live = tl.load(live + b * NK + o_n, mask=o_n < NK, other=0) != 0
         b_s = tl.where(b_live[None, :], b_s, float("-inf"))
-    if PARTS > 1:
-        m_s = (o_m * SIZE < Sq)[:, None] & (o_n * SIZE < Sk)[None, :]
-        b_pairs = tl.where(m_s, b_s, float("-inf")).reshape(BM // PARTS, PARTS, BN // PARTS, PARTS)
-        b_top = tl.max(tl.max(b_pairs, 3), 1)  # [BM / PARTS, BN / PARTS]
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_sum = tl.sum(tl.sum(tl.exp(b_pairs - b_base[:, None, :, None]), 3), 1)
-        b_scores = b_base + tl.log(b_sum)
-        o_i = (tile // tiles_n) * (BM // PARTS) + tl.arange(0, BM // PARTS)
-        o_j = (tile % tiles_n) * (BN // PARTS) + tl.arange(0, BN // PARTS)
-        p_s = scores + (bh * (NQ // PARTS) + o_i)[:, None] * (NK // PARTS) + o_j[None, :]
-        tl.store(p_s, b_scores, mask=(o_i < NQ // PARTS)[:, None] & (o_j < NK // PARTS)[None, :])
-    else:
-        p_s = scores + (bh * NQ + o_m)[:, None] * NK + o_n[None, :]
-        tl.store(p_s, b_s, mask=(o_m < NQ)[:, None] & (o_n < NK)[None, :])
+    p_s = scores + (bh * NQ + o_m)[:, None] * NK + o_n[None, :]
+    tl.store(p_s, b_s, mask=(o_m < NQ)[:, None] & (o_n < NK)[None, :])
 
 
 @triton.jit
 def _group_logits(
     p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] mean logits of 8 antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i]; -inf where nothing is seen.
+    """[BM, BN] logits of STRIDE antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i] for 8; -inf where nothing is seen.
 
     o_m [BM], o_n [BN]: the groups a and b.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     b_s = tl.zeros([BM, BN], tl.float32)
-    for step in range(8 * CHUNKS):
+    for step in range(STRIDE * CHUNKS):
         i = step // CHUNKS
-        o_q, o_k = o_m * 8 + (7 - i), o_n * 8 + i
+        o_q, o_k = o_m * STRIDE + (STRIDE - 1 - i), o_n * STRIDE + i
         o_d = (step % CHUNKS) * BD + tl.arange(0, BD)
         m_d = (o_d < D)[None, :]
         b_q = tl.load(
@@ -87,20 +72,20 @@ def _group_logits(
 
 
 @triton.jit
-def antidiagonal_mass_kernel(
+def group_mass_kernel(
     q, k, live, mass,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     scale, H, SHARED, NQ, NK, Sq, Sk,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """mass[i, j] = sum over the 16x16 groups of a block pair of softmax_b(mean logit of 8 antidiagonal pairs).
+    """mass[i, j] = sum over the groups a, b of a block pair, GROUPS on each side, of softmax_b(logit of a and b).
 
+    ada_bsa: 16 groups of 8 tokens, whose logit is the mean of antidiagonal pairs. Part means: each is a group of one.
     One program has BM groups of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    live uint8 [B, NK * 16]: groups with a key left -> fp32 [B, H, NQ, NK].
+    live uint8 [B, NK * GROUPS]: groups with a key left -> fp32 [B, H, NQ, NK].
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    GROUPS: tl.constexpr = 16
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * GROUPS, BM)
     bh, tile = pid // tiles_m, tiles_m - 1 - pid % tiles_m
@@ -118,7 +103,7 @@ def antidiagonal_mass_kernel(
         o_n = (first + tl.arange(0, BN)).to(tl.int64)
         b_s = _group_logits(
             p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-            D, BM, BN, BD, IS_CAUSAL, PRECISION,
+            D, BM, BN, BD, IS_CAUSAL, PRECISION, STRIDE,
         )  # fmt: skip
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -127,7 +112,7 @@ def antidiagonal_mass_kernel(
         b_m = b_new
     b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
     # rows of padding, and rows that see no key, count nothing
-    b_norm = tl.where((b_l > 0) & (o_m * 8 < Sq), 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
+    b_norm = tl.where((b_l > 0) & (o_m * STRIDE < Sq), 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
     o_i = tile * (BM // GROUPS) + tl.arange(0, BM // GROUPS)
     for first in range(0, tl.cdiv(NK * GROUPS, BN) * BN, BN):
         b_sum = tl.zeros([BM // GROUPS, BN // GROUPS], tl.float32)
@@ -135,7 +120,7 @@ def antidiagonal_mass_kernel(
             o_n = (first + tl.arange(0, BN)).to(tl.int64)
             b_s = _group_logits(
                 p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-                D, BM, BN, BD, IS_CAUSAL, PRECISION,
+                D, BM, BN, BD, IS_CAUSAL, PRECISION, STRIDE,
             )  # fmt: skip
             b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
             b_p = tl.reshape(b_p, [BM // GROUPS, GROUPS, BN // GROUPS, GROUPS])
@@ -185,15 +170,24 @@ def _pack(kept, o_n, row, counts, indices, NK):
 
 @triton.jit
 def keep_best_kernel(
-    scores, protected_rows, protected_columns, counts, indices, number, NQ, NK, N_PAD: tl.constexpr,
+    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, NQ, NK,
+    N_PAD: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory."""
+    """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
+
+    PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not protected.
+    """
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, N_PAD)
     m_n = o_n < NK
     b_s = tl.load(scores + row * NK + o_n, mask=m_n, other=0.0)
-    kept = _best(_sort_key(b_s, m_n), number)
-    kept = kept | (tl.load(protected_columns + o_n, mask=m_n, other=0) != 0)
+    protected = tl.load(protected_columns + o_n, mask=m_n, other=0) != 0
+    m_free = m_n
+    if FREE_ONLY:
+        m_free = m_n & (protected == 0)
+    if PER_HEAD:
+        number = tl.load(numbers + row // NQ % heads)
+    kept = _best(_sort_key(b_s, m_free), number) | protected
     kept = kept | (tl.load(protected_rows + row % NQ) != 0)
     tl.debug_barrier()  # every score was read before the list takes its place
     _pack(kept, o_n, row, counts, indices, NK)

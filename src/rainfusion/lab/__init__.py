@@ -6,6 +6,9 @@ sampling  prompts -> frames, with any attention
 training  `python -m rainfusion.lab.training --help`
 weights   the trained model that comes with the package
 pictures  contact sheets and GIFs of samples
+metrics   how far two clips are apart
+rules     which blocks others keep, and bounds
+methods   ours and theirs as rows of data, each as an attention: `rainfusion quality` compares them
 
     model = lab.load()
     prompts = lab.random_prompts(4, torch.Generator().manual_seed(0))
@@ -13,7 +16,7 @@ pictures  contact sheets and GIFs of samples
     fast = lab.sample(model, prompts, attention=lab.sparse(sparsity=0.8))
 """
 
-from rainfusion.lab.data import describe, encode, random_prompts
+from rainfusion.lab.data import describe, encode, parse, random_prompts
 from rainfusion.lab.model import Attention, Config, DiT, Place, dense, sparse
 from rainfusion.lab.sampling import sample
 from rainfusion.lab.weights import load
@@ -27,6 +30,7 @@ __all__ = [
     "describe",
     "encode",
     "load",
+    "parse",
     "random_prompts",
     "sample",
     "sparse",

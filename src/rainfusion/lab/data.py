@@ -12,6 +12,8 @@ A prompt has 16 tokens: the background's motion, then kind, colour, motion, star
 torch.Size([16])
 >>> print(describe(prompt))
 background left; red star, from left, right; blue disc, from top, still, clockwise; white ring, from bottom right, up
+>>> parse(describe(prompt)).equal(prompt)
+True
 """
 
 from __future__ import annotations
@@ -80,6 +82,24 @@ def describe(prompt: Tensor) -> str:
         kind, colour, motion, start, turn = rest[i : i + len(OF_A_SHAPE)]
         parts.append(f"{colour} {kind}, from {start}, {motion}" + (f", {turn}" if turn != "still" else ""))
     return "; ".join(parts)
+
+
+def parse(text: str) -> Tensor:
+    """What `describe` says -> the prompt, int64 [16]."""
+    background, *shapes = (part.strip() for part in text.split(";"))
+    name, _, pan = background.partition(" ")
+    if name != "background":
+        raise ValueError(f"a prompt must begin with 'background' and its motion, got {background!r}")
+    return encode(pan.strip(), *map(_parse_shape, shapes))
+
+
+def _parse_shape(text: str) -> tuple[str, ...]:
+    look, *rest = (part.strip() for part in text.split(","))
+    colour, _, kind = look.partition(" ")
+    if len(rest) not in (2, 3) or not rest[0].startswith("from "):
+        raise ValueError(f"a shape must be 'COLOUR KIND, from PLACE, MOTION' and perhaps ', TURN', got {text!r}")
+    turn = rest[2] if len(rest) == 3 else "still"
+    return kind.strip(), colour, rest[1], rest[0].removeprefix("from ").strip(), turn
 
 
 def random_prompts(count: int, generator: torch.Generator) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rainfusion.api import sparse_attention
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
+from rainfusion.profiles import Profile
 
 HEAD_DIM = 64
 ROTARY_PAIRS = (8, 12, 12)  # of the 32 in a head: for t, h and w
@@ -49,17 +50,23 @@ def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def sparse(sparsity: float, **options: Any) -> Attention:
-    """`rainfusion.sparse_attention` as any model would call it; the options are its own."""
-    options = {"sparse_type": "rf_v2", **options}
+def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: Any) -> Attention:
+    """`rainfusion.sparse_attention` as any model would call it; the options are its own.
+
+    `profile`: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        out: Tensor = sparse_attention(
-            q, k, v, txt_len=place.text, latent_shape_q=place.grid, sparsity=sparsity, **options
-        )
+        budget = {"sparsity": sparsity} if profile is None else profile.arguments(str(place.layer))
+        out: Tensor = sparse_attention(q, k, v, **{**arguments_at(place), **budget, **options})
         return out
 
     return attend
+
+
+def arguments_at(place: Place) -> dict[str, Any]:
+    """rf_v2 with the layout of a call."""
+    return dict(sparse_type="rf_v2", txt_len=place.text, latent_shape_q=place.grid)
 
 
 @dataclass(frozen=True)

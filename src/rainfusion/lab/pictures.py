@@ -1,8 +1,8 @@
-"""Samples as pictures: a contact sheet with frames across and clips down, and moving GIFs (Pillow)."""
+"""Samples as pictures: a contact sheet with frames across and clips down, and GIFs of one clip or several (Pillow)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _GAP = 2  # pixels between frames
+_FONT = 14  # pixels
 
 
 def contact_sheet(clips: Tensor, captions: Sequence[str] = (), *, zoom: int = 2) -> Image:
@@ -35,8 +36,53 @@ def contact_sheet(clips: Tensor, captions: Sequence[str] = (), *, zoom: int = 2)
 
 def write_gif(clip: Tensor, path: str | Path, *, zoom: int = 4, milliseconds: int = 120) -> None:
     """One clip [3, T, H, W] in [0, 1] -> a GIF that repeats."""
-    images = [picture.resize((picture.width * zoom, picture.height * zoom), 0) for picture in _images(clip)]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+    _save_gif([_zoomed(picture, zoom) for picture in _images(clip)], path, milliseconds)
+
+
+def write_side_by_side(
+    clips: Tensor, captions: Sequence[str], path: str | Path, *, title: str = "", zoom: int = 4, milliseconds: int = 180
+) -> None:
+    """Clips [B, 3, T, H, W] in [0, 1] -> a GIF of all of them, a caption above each and the title below."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    if len(captions) != len(clips):
+        raise ValueError(f"captions must be one for each of {len(clips)} clips, got {len(captions)}")
+    font, line = ImageFont.load_default(_FONT), _FONT + 6
+    height, width = (zoom * size for size in clips.shape[3:])
+    whole = len(clips) * (width + _GAP) - _GAP
+    lines = _wrap(title, whole - 8, font.getlength)
+    images = []
+    for pictures in zip(*map(_images, clips), strict=True):
+        image = Image.new("RGB", (whole, height + (1 + len(lines)) * line + 4), "white")
+        draw = ImageDraw.Draw(image)
+        for column, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+            draw.text((column * (width + _GAP) + 4, 2), caption, fill="black", font=font)
+            image.paste(_zoomed(picture, zoom), (column * (width + _GAP), line))
+        for row, text in enumerate(lines, 1):
+            draw.text((4, height + row * line + 2), text, fill="black", font=font)
+        images.append(image)
+    _save_gif(images, path, milliseconds)
+
+
+def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
+    """Words in lines that are at most so long, unless one word is longer."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and length(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _zoomed(picture: Image, zoom: int) -> Image:
+    return picture.resize((picture.width * zoom, picture.height * zoom), 0)
+
+
+def _save_gif(images: Sequence[Image], path: str | Path, milliseconds: int) -> None:
+    """One that repeats, after a pause."""
+    durations = [milliseconds] * (len(images) - 1) + [4 * milliseconds]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
 
 
 def _images(clip: Tensor) -> list[Image]:

@@ -13,22 +13,28 @@ stats       what was counted
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rainfusion import arguments
+from rainfusion.calibration import Recorder, allocate
 from rainfusion.plugin import hub
-from rainfusion.plugin.controller import ATTRIBUTE, Controller, enabled_through
+from rainfusion.plugin.calls import Plan
+from rainfusion.plugin.controller import ATTRIBUTE, Controller, Observer, enabled_through
 from rainfusion.plugin.models import find, known, register_model
-from rainfusion.plugin.settings import Settings
+from rainfusion.plugin.settings import VIDEO_SPARSITY, Settings
 from rainfusion.plugin.stats import Stats, Tally
 from rainfusion.plugin.steps import Steps
+from rainfusion.profiles import OPTIONS, Profile
 
-__all__ = ["Handle", "Stats", "disable", "enable", "enabled", "register_model"]
+__all__ = ["Handle", "Stats", "calibrate", "disable", "enable", "enabled", "register_model"]
 
 
 class Handle:
@@ -88,6 +94,10 @@ def enable(
     token_order: str | Sequence[int] = "window",
     predictor: str = "mean",
     compensate: bool = False,
+    first_frame: str = "keys",
+    exact_budget: bool = False,
+    target_error: float | None = None,
+    profile: str | Path | Profile | Mapping[str, Any] | None = None,
     block_size: int = 128,
     inner_precise: int = 0,
     backend: str = "auto",
@@ -103,8 +113,13 @@ def enable(
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least. 0: none does.
         precision: `"native"`; `"fp8"` or `"int8"` on Hopper GPUs.
         on_unsupported: `"dense"`: a call that cannot be sparse is dense, and counted with its reason; or `"error"`.
-        cdf_threshold, keep_sink, keep_recent, token_order, predictor, compensate, block_size, inner_precise, backend:
-            as for `sparse_attention`.
+        target_error: instead of `sparsity`, the error to allow in each head of each call.
+        profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
+            token_order, predictor, compensate and first_frame that it was measured with.
+        first_frame: as for `sparse_attention`, but `"keys"` by default: the first frame's queries are sparse as well,
+            which gave better samples at equal density.
+        cdf_threshold, keep_sink, keep_recent, token_order, predictor, compensate, exact_budget, block_size,
+            inner_precise, backend: as for `sparse_attention`.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.
@@ -113,9 +128,13 @@ def enable(
         sparse_type=sparse_type, sparsity=sparsity, start_step=start_step, end_step=end_step, skip_layers=skip_layers,
         min_tokens=min_tokens, precision=precision, on_unsupported=on_unsupported, cdf_threshold=cdf_threshold,
         keep_sink=keep_sink, keep_recent=keep_recent, token_order=token_order, predictor=predictor,
-        compensate=compensate, block_size=block_size,
-        inner_precise=inner_precise, backend=backend,
+        compensate=compensate, first_frame=first_frame, exact_budget=exact_budget, target_error=target_error,
+        profile=profile, block_size=block_size, inner_precise=inner_precise, backend=backend,
     )  # fmt: skip
+    return _start(pipe_or_transformer, settings)
+
+
+def _start(pipe_or_transformer: Any, settings: Settings, observer: Observer | None = None) -> Handle:
     hub.dispatch_module()
     models, pipeline = _transformers(pipe_or_transformer)
     for name, steps in (("start_step", settings.start_step), ("end_step", settings.end_step)):
@@ -126,19 +145,73 @@ def enable(
             )
     if settings.precision != "native" and not _has_hopper():
         warnings.warn(
-            f"precision={precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be dense",
-            stacklevel=2,
+            f"precision={settings.precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be "
+            "dense",
+            stacklevel=3,
         )
     if any(ATTRIBUTE in vars(model) for model in models.values()):
-        warnings.warn("rainfusion was enabled here already: the new settings replace the old ones", stacklevel=2)
-    return _enable(models, pipeline, settings)
+        warnings.warn("rainfusion was enabled here already: the new settings replace the old ones", stacklevel=3)
+    return _enable(models, pipeline, settings, observer)
 
 
-def _enable(models: dict[str, nn.Module], pipeline: Any, settings: Settings) -> Handle:
+def calibrate(
+    pipe_or_transformer: Any, run: Callable[[], Any], *, sparsity: float = VIDEO_SPARSITY, **kwargs: Any
+) -> Profile:
+    """Measures what each layer and head loses, while `run` makes a few samples, and shares out one density.
+
+        profile = rainfusion.calibrate(pipe, lambda: pipe("a cat", num_inference_steps=8), sparsity=0.8)
+        profile.save("wan.json")
+        rainfusion.enable(pipe, profile="wan.json")
+
+    Args:
+        pipe_or_transformer: as for `enable`; attention stays dense meanwhile.
+        run: makes one or a few samples with it, of the size that will be used; fewer steps will do.
+        sparsity: of all heads together, protected blocks counted in.
+        kwargs: options of `enable` that the budgets are for, and that the profile will bring along: `token_order`,
+            `predictor`, `compensate`, `first_frame`; others hold while measuring.
+    """
+    share = arguments.fraction("sparsity", sparsity, zero=False)
+    options = {name: p.default for name, p in inspect.signature(enable).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    unknown = sorted(kwargs.keys() - options.keys() | kwargs.keys() & {"profile", "target_error"})
+    if unknown:
+        raise TypeError(f"calibrate takes the options of enable but profile and target_error, got {', '.join(unknown)}")
+    settings = Settings.check(**{**options, "min_tokens": 0, **kwargs, "sparsity": share})
+    recorder = Recorder()
+
+    def observe(layer: str, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Plan) -> None:
+        keep, bias = arguments.key_mask(key_mask, q, k)
+        recorder.add(layer, q, k, v, keep, bias, how.options, how.runner)
+
+    models = _modules(pipe_or_transformer)
+    before = {name: vars(model)[ATTRIBUTE] for name, model in models.items() if ATTRIBUTE in vars(model)}
+    _detach(models)
+    handle = None
+    try:
+        handle = _start(pipe_or_transformer, settings, observe)
+        run()
+        summary = handle.stats().summary
+    finally:
+        if handle is not None:
+            handle.disable()
+        for controller in before.values():
+            controller.reattach()
+    if not recorder.layers:
+        raise ValueError(f"no attention call could be measured: {summary}")
+    chosen = {name: getattr(settings, name) for name in OPTIONS}
+    calls = sum(layer.calls for layer in recorder.layers.values())
+    return Profile(allocate(recorder.layers, share), share, chosen, dict(calls=calls))
+
+
+def _enable(
+    models: dict[str, nn.Module], pipeline: Any, settings: Settings, observer: Observer | None = None
+) -> Handle:
     """All transformers or none."""
     steps = Steps(pipeline)
     rows = {name: find(model) for name, model in models.items()}
-    controllers = {name: Controller(model, rows[name], settings, steps) for name, model in models.items()}
+    controllers = {
+        name: Controller(model, rows[name], settings, steps, "" if len(models) == 1 else name, observer)
+        for name, model in models.items()
+    }
     _detach(models)
     try:
         for controller in controllers.values():

@@ -35,12 +35,14 @@ class Sparse(NamedTuple):
     blocks: int  # of so many
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None, settings: Settings) -> Plan | str:
-    """q, k, v [B, N, S, D] -> how to run them, or why dense attention it is. Shapes are looked at, no values."""
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None, settings: Settings, layer: str
+) -> Plan | str:
+    """q, k, v [B, N, S, D] of a layer -> how to run them, or why dense attention it is. No values are looked at."""
     placed = placed_for(scene, q.shape[2], k.shape[2])
     if isinstance(placed, str):
         return placed
-    kwargs = call_arguments(settings, placed)
+    kwargs = call_arguments(settings, placed, layer)
     reason = why_short(q.shape[2], settings)
     if reason is not None:
         return reason
@@ -71,9 +73,9 @@ def placed_for(scene: Scene, q_len: int, k_len: int) -> Placed | str:
     return placed
 
 
-def call_arguments(settings: Settings, placed: Placed) -> dict[str, Any]:
+def call_arguments(settings: Settings, placed: Placed, layer: str) -> dict[str, Any]:
     """For `rainfusion.sparse_attention`."""
-    kwargs = settings.call_arguments(placed.grids[0][0])
+    kwargs = settings.call_arguments(placed.grids[0][0], layer)
     if settings.sparse_type != "ada_bsa":
         kwargs.update(placed.arguments())
     return kwargs

@@ -37,6 +37,9 @@ _NUMBERS = itertools.count()
 _CONTROLLERS: weakref.WeakValueDictionary[int, Controller] = weakref.WeakValueDictionary()
 _log = logging.getLogger("rainfusion")
 
+# sees a call before dense attention answers it: layer, q, k, v [B, N, S, D], key mask, how it would be run
+Observer = Callable[[str, Tensor, Tensor, Tensor, "Tensor | None", calls.Plan], None]
+
 
 class _At(threading.local):
     """Where a thread is: (controller's number, layer) of the self-attention module at work, as a tensor."""
@@ -65,8 +68,17 @@ _NOTHING = object()
 
 
 class Controller:
-    def __init__(self, model: nn.Module, row: Model, settings: Settings, steps: Steps) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        row: Model,
+        settings: Settings,
+        steps: Steps,
+        prefix: str = "",
+        observer: Observer | None = None,
+    ) -> None:
         self.row, self.settings, self.steps = row, settings, steps
+        self.prefix, self.observer = prefix, observer
         self.names = layer_names(model, row)
         if not self.names:
             raise ValueError(
@@ -74,6 +86,9 @@ class Controller:
                 "that this row was written for; rainfusion.register_model can give it another one"
             )
         check_layers(settings.skip_layers, len(self.names), type(model).__name__)
+        if settings.profile is not None:
+            for layer in range(len(self.names)):
+                settings.profile.of(self.full_name(layer))
         self.tally = Tally(len(self.names))
         self._start(model)
 
@@ -99,6 +114,10 @@ class Controller:
     @property
     def model(self) -> nn.Module | None:
         return self._model()
+
+    def full_name(self, layer: int) -> str:
+        """With that of the transformer, where the pipeline has several."""
+        return f"{self.prefix}.{self.names[layer]}" if self.prefix else self.names[layer]
 
     # -----------------------------------------------------------------------------------------------------------------
     # on and off
@@ -275,7 +294,7 @@ class Controller:
         except NoGrid as reason:
             self._scene = calls.Unsupported(f"no grid: {reason}")
         self._why_now = self._why_dense_now(next((given[name] for name in _TIMESTEPS if name in given), None))
-        if len(self._plans) > 64:
+        if len(self._plans) > 64 * len(self.names):
             self._plans.clear()
         self._take_processors(model)
         self._count_the_unreachable(model)
@@ -349,12 +368,15 @@ class Controller:
             reason = result
         elif reason is None:
             assert isinstance(self._scene, Scene)
-            how = self._plan(q, k, v, self._scene, scale)
+            how = self._plan(q, k, v, self._scene, scale, layer)
             keys = calls.key_mask(attn_mask, q.shape[0], k.shape[2], self.row.pairs_are_keys)
             if isinstance(how, str):
                 reason = how
             elif isinstance(keys, str):
                 reason = keys
+            elif self.observer is not None:
+                self.observer(self.full_name(layer), q, k, v, keys, how)
+                reason = calls.AsAsked("the call is observed")
             else:
                 sparse = calls.run(q, k, v, keys, how)
                 self.tally.sparse(layer, str(how.placed), sparse.kept, sparse.blocks)
@@ -387,17 +409,29 @@ class Controller:
             return calls.AsAsked("the layer is in skip_layers")
         return self._why_now
 
-    def _plan(self, q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None) -> calls.Plan | str:
-        key = (q.shape, k.shape, q.dtype, k.dtype, v.dtype, q.device, scene, scale)
+    def _plan(self, q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None, layer: int) -> calls.Plan | str:
+        key = (
+            q.shape,
+            k.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            scene,
+            scale,
+            layer if self.settings.profile else 0,
+        )
         if key not in self._plans:
-            self._plans[key] = calls.plan(q, k, v, scene, scale, self.settings)
+            self._plans[key] = calls.plan(q, k, v, scene, scale, self.settings, self.full_name(layer))
         return self._plans[key]
 
     def _attend_shards(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, parallel: Any
     ) -> Tensor | str:
         assert isinstance(self._scene, Scene)
-        result = shards.attend(q, k, v, attn_mask, scale, parallel, self._scene, self.row, self.settings)
+        result = shards.attend(
+            q, k, v, attn_mask, scale, parallel, self._scene, self.row, self.settings, self.full_name(layer)
+        )
         if isinstance(result, str):
             return result
         self.tally.sparse(layer, str(result.placed))
@@ -422,6 +456,7 @@ class Controller:
         twin = Controller.__new__(Controller)
         memo[id(self)] = twin
         twin.row, twin.settings, twin.names = self.row, self.settings, self.names
+        twin.prefix, twin.observer = self.prefix, self.observer
         twin.steps = Steps(memo.get(id(self.steps.pipeline), self.steps.pipeline))
         twin.tally = Tally(len(self.names))
         twin._start(model)

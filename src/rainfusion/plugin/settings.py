@@ -9,6 +9,7 @@ from typing import Any
 
 from rainfusion import arguments
 from rainfusion.backends import NAMES as BACKEND_NAMES
+from rainfusion.profiles import Profile
 
 IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
@@ -33,6 +34,10 @@ class Settings:
     token_order: str | tuple[int, ...]
     predictor: str
     compensate: bool
+    first_frame: str
+    exact_budget: bool
+    target_error: float | None
+    profile: Profile | None
     block_size: int
     inner_precise: int
     backend: str
@@ -55,6 +60,10 @@ class Settings:
         token_order: Any,
         predictor: Any,
         compensate: Any,
+        first_frame: Any,
+        exact_budget: Any,
+        target_error: Any,
+        profile: Any,
         block_size: Any,
         inner_precise: Any,
         backend: Any,
@@ -64,6 +73,11 @@ class Settings:
         arguments.choice("precision", precision, arguments.PRECISIONS)
         if sparse_type == "ada_bsa" and block_size != 128:
             raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
+        for name, value in (("target_error", target_error), ("profile", profile)):
+            if value is not None and (sparsity is not None or sparse_type == "ada_bsa"):
+                raise ValueError(f"{name} takes the place of sparsity, with rf_v2: leave sparsity out, got {sparsity}")
+        if target_error is not None and profile is not None:
+            raise ValueError("target_error and profile both set the budgets: pass one of them")
         return cls(
             sparse_type=arguments.choice("sparse_type", sparse_type, _SPARSE_TYPES),
             sparsity=None if sparsity is None else arguments.fraction("sparsity", sparsity, zero=True),
@@ -79,6 +93,10 @@ class Settings:
             token_order=token_order if isinstance(token_order, str) else tuple(token_order),
             predictor=arguments.choice("predictor", predictor, tuple(arguments.PREDICTORS)),
             compensate=arguments.flag("compensate", compensate),
+            first_frame=arguments.choice("first_frame", first_frame, arguments.FIRST_FRAMES),
+            exact_budget=arguments.flag("exact_budget", exact_budget),
+            target_error=None if target_error is None else arguments.fraction("target_error", target_error, zero=False),
+            profile=None if profile is None else Profile.load(profile),
             block_size=block_size,
             inner_precise=arguments.one_of("inner_precise", inner_precise, (0, 1)),
             backend=arguments.choice("backend", backend, ("auto", *BACKEND_NAMES)),
@@ -88,6 +106,8 @@ class Settings:
         """As asked for, or by task: an image has one frame."""
         if self.sparsity is not None:
             return self.sparsity
+        if self.target_error is not None:
+            return 0.0  # the error decides
         if self.sparse_type == "ada_bsa" and self.cdf_threshold < 1.0:
             return 0.0  # the threshold decides
         return IMAGE_SPARSITY if frames == 1 else VIDEO_SPARSITY
@@ -101,14 +121,16 @@ class Settings:
             return "the last steps are dense (end_step)"
         return None
 
-    def call_arguments(self, frames: int) -> dict[str, Any]:
+    def call_arguments(self, frames: int, layer: str) -> dict[str, Any]:
         """For `rainfusion.sparse_attention`, without the layout."""
-        return dict(
+        chosen = dict(
             sparse_type=self.sparse_type, sparsity=self.sparsity_for(frames), precision=self.precision,
             inner_precise=self.inner_precise, block_size=self.block_size, cdf_threshold=self.cdf_threshold,
             keep_sink=self.keep_sink, keep_recent=self.keep_recent, token_order=self.token_order,
-            predictor=self.predictor, compensate=self.compensate,
+            predictor=self.predictor, compensate=self.compensate, first_frame=self.first_frame,
+            exact_budget=self.exact_budget, target_error=self.target_error,
         )  # fmt: skip
+        return chosen if self.profile is None else {**chosen, **self.profile.arguments(layer)}
 
 
 def _number(steps: int | float, total: int | None) -> int:

@@ -31,6 +31,7 @@ def attend(
     scene: Scene,
     row: Model,
     settings: Settings,
+    layer: str,
 ) -> Sharded | str:
     """q, k, v [B, N, S / ranks, D]: this rank's tokens -> its results, or why dense attention it is."""
     config = parallel.context_parallel_config
@@ -40,9 +41,11 @@ def attend(
         return parts
     length = sum(map(sum, parts))
     all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))  # no values
-    how = calls.plan(all_q, all_k, all_v, scene, scale, settings)
+    how = calls.plan(all_q, all_k, all_v, scene, scale, settings, layer)
     if isinstance(how, str):
         return how
+    if how.options.target_error:
+        return calls.Unsupported("target_error needs all queries, and other processes have some of them")
     if q.shape[1] % config.ulysses_degree or k.shape[1] % config.ulysses_degree:
         return calls.Unsupported(f"{q.shape[1]} heads cannot be shared out to {config.ulysses_degree} processes")
     group = config._flattened_mesh.get_group()
@@ -56,7 +59,7 @@ def attend(
         ulysses_group=config._ulysses_mesh.get_group() if config.ulysses_degree > 1 else None,
         ring_group=config._ring_mesh.get_group() if config.ring_degree > 1 else None,
         sizes=sizes, order=order, input_layout="BNSD",
-        attend_kwargs=dict(calls.call_arguments(settings, how.placed), scale=scale, backend=how.runner),
+        attend_kwargs=dict(calls.call_arguments(settings, how.placed, layer), scale=scale, backend=how.runner),
     )  # fmt: skip
     return Sharded(out, how.placed)
 

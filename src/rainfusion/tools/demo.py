@@ -1,100 +1,208 @@
-"""`rainfusion demo`: dense and sparse attention on a synthetic video, side by side, on this machine."""
+"""`rainfusion demo`: a clip of the lab model with full and with sparse attention, from the same noise, side by side."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import rainfusion
-from rainfusion.layout import TokenLayout
-from rainfusion.tools import pictures, synthetic
+from rainfusion import arguments, lab
+from rainfusion.lab import metrics, pictures
+from rainfusion.lab.methods import Attend, ours
 from rainfusion.tools.table import table
 
-LATENT_SHAPE = (13, 24, 32)
-HEADS, HEAD_DIM = 4, 128
-SPARSITIES = (0.6, 0.8, 0.9)
-SPARSE_TYPES = ("rf_v2", "ada_bsa")
+PROMPT = (
+    "background left; yellow star, from left, down, clockwise; red ring, from top right, down; "
+    "cyan square, from bottom right, up left, anticlockwise"
+)
+GIF, SHEET = "side_by_side.gif", "frames.png"
+GAIN = 3  # of the difference, to be seen
 
 
-@torch.inference_mode()
-def run(out: Path, repeats: int = 3) -> int:
-    from tqdm import tqdm
+@dataclass(frozen=True)
+class Plan:
+    """What to sample. Frames and size None: the model's own."""
 
-    tokens = math.prod(LATENT_SHAPE)
-    grid = "x".join(map(str, LATENT_SHAPE))
-    print(f"A synthetic video of {grid} = {tokens} tokens, {HEADS} heads of {HEAD_DIM}, fp32, on this CPU")
-    print(f"with {torch.get_num_threads()} threads; torch {torch.__version__}, rainfusion {rainfusion.__version__}.\n")
-    latent = synthetic.video_latent(LATENT_SHAPE)
-    q, k, v = synthetic.video_qkv(latent, HEADS, HEAD_DIM)
-    jobs: list[tuple[str, float]] = [(kind, sparsity) for kind in SPARSE_TYPES for sparsity in SPARSITIES]
-    dense_time, dense = _best_time(lambda: F.scaled_dot_product_attention(q, k, v), repeats)
-    rows = [("dense", "-", "1.000", f"{1000 * dense_time:.0f} ms", "1.00x", "0", "1")]
-    masks, outputs = {}, {}
-    for kind, sparsity in tqdm(jobs, desc="demo", unit="call", file=sys.stderr):
-        kwargs: dict[str, Any] = dict(sparse_type=kind, sparsity=sparsity)
-        if kind == "rf_v2":
-            kwargs.update(latent_shape_q=LATENT_SHAPE, latent_shape_k=LATENT_SHAPE)
-        seconds, result = _best_time(lambda kwargs=kwargs: rainfusion.sparse_attention(q, k, v, **kwargs), repeats)
-        mask = rainfusion.predict_mask(q, k, **kwargs)
-        masks[kind, sparsity], outputs[kind, sparsity] = mask, result
-        error = float((result - dense).norm() / dense.norm())
-        cosine = float(F.cosine_similarity(result.double().flatten(), dense.double().flatten(), dim=0))
-        rows.append(
-            (kind, f"{sparsity:.1f}", f"{mask.density():.3f}", f"{1000 * seconds:.0f} ms",
-             f"{dense_time / seconds:.2f}x", f"{error:.4f}", f"{cosine:.5f}")
-        )  # fmt: skip
-    print(table(("method", "sparsity", "density", "time", "speed-up", "error", "cosine"), rows))
-    print(f"\ndensity: blocks computed, the protected first frame ({1 / LATENT_SHAPE[0]:.0%} of the tokens) included;")
-    print("error: relative L2 distance to dense attention.\n")
-    for path in _draw(out, dense, outputs, masks):
+    out: Path
+    device: torch.device
+    prompt: str = PROMPT
+    seed: int = 0
+    sparsity: float = 0.8
+    steps: int = 10
+    dense_steps: int = 2
+    guidance: float = 1.0
+    frames: int | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        arguments.fraction("--sparsity", self.sparsity, zero=True)
+        arguments.integer("--steps", self.steps, minimum=1)
+        for name in ("frames", "size"):
+            if getattr(self, name) is not None:
+                arguments.integer(f"--{name}", getattr(self, name), minimum=1)
+        if not 0 <= self.dense_steps < self.steps:
+            most = self.steps - 1
+            raise ValueError(f"--dense-steps must be in 0..{most} for {self.steps} steps, got {self.dense_steps}")
+
+    def sparse(self) -> Attend:
+        guided = self.guidance != 1
+        return Attend(ours("rf_v2"), 1 - self.sparsity, "auto", guided=guided, dense_steps=self.dense_steps)
+
+
+class Watched:
+    """An attention that measures itself: seconds in each step."""
+
+    def __init__(self, attention: lab.Attention, tick: Callable[[lab.Place], None]) -> None:
+        self.attention, self.tick = attention, tick
+        self.seconds: defaultdict[int, float] = defaultdict(float)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, place: lab.Place) -> Tensor:
+        begun = _now(q.device)
+        out = self.attention(q, k, v, place)
+        self.seconds[place.step] += _now(q.device) - begun
+        self.tick(place)
+        return out
+
+    def total(self, first: int = 0) -> float:
+        """From a step on."""
+        return sum(seconds for step, seconds in self.seconds.items() if step >= first)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A clip [1, 3, T, H, W] on the CPU, and the seconds that it took."""
+
+    clip: Tensor
+    seconds: float
+    attention: float  # of them
+    attention_later: float  # of them, after the dense steps
+
+
+def run(plan: Plan) -> int:
+    prompt = lab.parse(plan.prompt)
+    model = lab.load(device=plan.device)
+    plan.out.mkdir(parents=True, exist_ok=True)  # before the work, should it fail
+    _introduce(plan, model, prompt)
+    _warm_up(plan, model, prompt)
+    sparse = plan.sparse()
+    progress = Progress(model.config.depth, plan.steps)
+    progress.begin("full")
+    full = _sample(plan, model, prompt, lab.dense, progress)
+    progress.begin("sparse")
+    fast = _sample(plan, model, prompt, sparse, progress)
+    progress.end()
+    psnr = float(metrics.psnr(full.clip, fast.clip))
+    _report(plan, full, fast, psnr, sparse.density())
+    for path in _draw(plan, prompt, full, fast, psnr):
         print(f"wrote {path}")
     return 0
 
 
-def _best_time(call: Any, repeats: int) -> tuple[float, Tensor]:
-    call()  # warms up
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        times.append(time.perf_counter() - start)
-    return min(times), result
+def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
+    """First calls import and compile: they are not measured. On GPUs in full size: kernels are compiled for shapes."""
+    once = replace(plan, steps=1, dense_steps=0)
+    if plan.device.type == "cpu":
+        once = replace(once, frames=2, size=32)
+    for attention in (lab.dense, once.sparse()):
+        _sample(once, model, prompt, attention, lambda place: None)
 
 
-def _draw(
-    out: Path, dense: Tensor, outputs: dict[tuple[str, float], Tensor], masks: dict[tuple[str, float], Any]
-) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    layout = TokenLayout.build(math.prod(LATENT_SHAPE), LATENT_SHAPE)
-    title = f"rf_v2: {'x'.join(map(str, LATENT_SHAPE))} tokens in blocks of 128; the first frame is protected"
-    figures = {"order.png": pictures.order_figure(layout, LATENT_SHAPE, title=title)}
-    for kind in SPARSE_TYPES:
-        mask = masks[kind, 0.8]
-        title = f"{kind} at sparsity 0.8: the blocks that each head keeps, density {mask.density():.2f}"
-        figures[f"mask_{kind}.png"] = pictures.mask_figure(mask, title=title)
-    frame = LATENT_SHAPE[0] // 2
-    panels = {"dense": _picture(dense, dense, frame)}
-    for sparsity in SPARSITIES:
-        panels[f"rf_v2 at {sparsity}"] = _picture(outputs["rf_v2", sparsity], dense, frame)
-    difference = (_picture(outputs["rf_v2", 0.8], dense, frame) - panels["dense"]).abs() * 10
-    panels["10 x difference at 0.8"] = difference
-    figures["output.png"] = pictures.output_figure(panels, f"head 1's output, frame {frame}, three channels as colours")
-    for name, figure in figures.items():
-        figure.savefig(out / name)
-    return [out / name for name in figures]
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
-def _picture(output: Tensor, scale_of: Tensor, frame: int, head: int = 1) -> Tensor:
-    """Three channels of one frame of [1, H, S, D] as colours, [h, w, 3] in 0..1."""
-    t, h, w = LATENT_SHAPE
-    frames = output[0, head].view(t, h, w, -1)[frame, ..., :3]
-    every = scale_of[0, head, :, :3]
-    low, high = every.quantile(0.01, dim=0), every.quantile(0.99, dim=0)
-    return (frames - low) / (high - low)
+def _sample(
+    plan: Plan, model: lab.DiT, prompt: Tensor, attention: lab.Attention, tick: Callable[[lab.Place], None]
+) -> Sample:
+    watched = Watched(attention, tick)
+    begun = _now(plan.device)
+    clip = lab.sample(
+        model, prompt[None], attention=watched, steps=plan.steps, guidance=plan.guidance, seed=plan.seed,
+        frames=plan.frames, size=plan.size,
+    )  # fmt: skip
+    seconds = _now(plan.device) - begun
+    return Sample(clip.cpu(), seconds, watched.total(), watched.total(plan.dense_steps))
+
+
+def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
+    config = model.config
+    frames, size = plan.frames or config.frames, plan.size or config.size
+    if size % config.patch:
+        raise ValueError(f"--size must be a multiple of {config.patch}, got {size}")
+    tokens = config.text + frames * (size // config.patch) ** 2
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    where = f"cpu with {torch.get_num_threads()} threads" if plan.device.type == "cpu" else str(plan.device)
+    print(f"A video DiT of {millions:.1f} M parameters draws {frames} frames of {size}x{size} pixels, {tokens} tokens,")
+    print(f"in {plan.steps} steps on {where}; torch {torch.__version__}, rainfusion {rainfusion.__version__}.")
+    print(f"Prompt: {lab.describe(prompt)}\n", flush=True)
+
+
+class Progress:
+    """Layers done, after each attention: a bar where tqdm is installed, else a line a step."""
+
+    def __init__(self, layers: int, steps: int) -> None:
+        self.layers, self.steps, self.name = layers, steps, ""
+        self.bar: Any = None
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=2 * layers * steps, unit="layer", file=sys.stderr)
+
+    def begin(self, name: str) -> None:
+        self.name = name
+        if self.bar is not None:
+            self.bar.set_description(f"{name} attention")
+
+    def __call__(self, place: lab.Place) -> None:
+        if self.bar is not None:
+            self.bar.update()
+        elif place.layer == self.layers - 1:
+            print(f"{self.name} attention: step {place.step + 1} of {self.steps}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float) -> None:
+    whole, attention = full.seconds / fast.seconds, full.attention / fast.attention
+    rows = [
+        ("full", f"{full.seconds:.2f} s", f"{full.attention:.2f} s", "1.00", ""),
+        (f"sparse at {plan.sparsity:g}", f"{fast.seconds:.2f} s", f"{fast.attention:.2f} s", f"{density:.2f}",
+         f"{psnr:.1f} dB"),
+        ("speed-up", f"{whole:.2f}x", f"{attention:.2f}x", "", ""),
+    ]  # fmt: skip
+    print(table(("attention", "sampling", "attention alone", "density", "PSNR"), rows))
+    print("\nPSNR: of the sparse clip against the full one. density: the share of blocks that sparse steps compute,")
+    print("those of the first frame and of the text included, which are never dropped.")
+    if plan.dense_steps:
+        later = full.attention_later / fast.attention_later
+        print(f"The first {plan.dense_steps} of {plan.steps} steps are dense in both; in the others attention alone is")
+        print(f"{later:.2f}x as fast: {full.attention_later:.2f} s -> {fast.attention_later:.2f} s.")
+    if whole < 1:
+        print("Sparse was slower: so few tokens do not pay here. `rainfusion bench` has longer sequences.")
+    print()
+
+
+def _draw(plan: Plan, prompt: Tensor, full: Sample, fast: Sample, psnr: float) -> list[Path]:
+    clips = torch.cat([full.clip, fast.clip, GAIN * (full.clip - fast.clip).abs()])
+    words = lab.describe(prompt)
+    captions = [
+        f"full attention: {full.seconds:.1f} s",
+        f"sparse at {plan.sparsity:g}: {fast.seconds:.1f} s",
+        f"{GAIN} x difference: {psnr:.1f} dB",
+    ]
+    pictures.write_side_by_side(clips, captions, plan.out / GIF, title=words)
+    pictures.contact_sheet(clips, [f"{captions[0]}    {words}", *captions[1:]]).save(plan.out / SHEET)
+    return [plan.out / GIF, plan.out / SHEET]

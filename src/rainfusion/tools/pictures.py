@@ -134,21 +134,6 @@ def _draw_mask(axis: Any, dense: Tensor) -> None:
     axis.tick_params(labelsize=7)
 
 
-def output_figure(panels: dict[str, Tensor], title: str = "") -> Figure:
-    """Named pictures side by side: [h, w, 3] in 0..1 each."""
-    from matplotlib.figure import Figure
-
-    h, w, _ = next(iter(panels.values())).shape
-    figure = Figure(figsize=(3.2 * len(panels), 0.8 + 3.2 * h / w), layout="constrained", dpi=110)
-    for axis, (name, picture) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
-        axis.imshow(picture.clamp(0, 1).numpy(), interpolation="nearest")
-        axis.set_title(name, fontsize=9)
-        axis.set_axis_off()
-    if title:
-        figure.suptitle(title, fontsize=10)
-    return figure
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # measurements
 

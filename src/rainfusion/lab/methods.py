@@ -1,0 +1,273 @@
+"""The methods that are compared, as rows of data, and each of them as the attention of a sample.
+
+`ours` takes any keyword arguments of `rainfusion.sparse_attention`, `rule` a function of `lab.rules`:
+
+    ours("rf_v2 2x8x8 submeans", token_order=(2, 8, 8), predictor="submeans")
+    rule("nearest in 3-D", rules.nearest, token_order=(4, 4, 8))
+
+An amount in (0, 1] says how much a method keeps; what it is depends on the method's knob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rainfusion import arguments
+from rainfusion.api import predict_mask, sparse_attention
+from rainfusion.autocast import own_precision
+from rainfusion.blockmask import BlockMask
+from rainfusion.calibration import Recorder, allocate, highest_sparsity
+from rainfusion.lab import rules
+from rainfusion.lab.model import Grid, Place, arguments_at, dense
+from rainfusion.lab.rules import Choice, Rule
+from rainfusion.layout import TokenLayout
+
+FAMILIES = ("dense", "ours", "rule", "bound")
+KNOBS: dict[str, Callable[[float], float]] = {  # argument of sparse_attention -> its value for an amount
+    "sparsity": lambda amount: 1 - amount,
+    "cdf_threshold": lambda amount: amount,
+    "target_error": lambda amount: 1 - amount,
+    "profile": lambda amount: 1 - amount,  # a sparsity that layers and heads share, see `Method.calibrated`
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the comparison. `rule` None: `sparse_attention` predicts by itself."""
+
+    name: str
+    family: str
+    options: Mapping[str, Any]  # of sparse_attention
+    knob: str = "sparsity"
+    rule: Rule | None = None
+    every: int = 1  # steps that share a mask
+    one_branch: bool = False  # the prompted half of guidance predicts for both
+    note: str = ""
+    budgets: Callable[[float], Mapping[str, Sequence[float]]] | None = None  # of knob "profile": by layer and head
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+        if self.knob not in KNOBS:
+            raise ValueError(f"knob must be one of {', '.join(KNOBS)}, got {self.knob!r}")
+
+    @property
+    def token_order(self) -> str | tuple[int, ...]:
+        """Of its blocks."""
+        if self.options.get("sparse_type", "rf_v2") == "ada_bsa":
+            return "raster"
+        order: str | tuple[int, ...] = self.options.get("token_order", "window")
+        return order
+
+    @property
+    def signature(self) -> str:
+        """What it does, in one line: another one is another method, whatever the name says."""
+        words = [f"{name}={value!r}" for name, value in sorted(self.options.items())]
+        words += [] if self.rule is None else [_words(self.rule)]
+        words += [] if self.knob == "sparsity" else [f"by {self.knob}"]
+        words += [] if self.every == 1 else [f"mask of every {self.every} steps"]
+        words += ["mask of the prompted branch"] if self.one_branch else []
+        return ", ".join(words)
+
+    def layout(self, place: Place, device: torch.device) -> TokenLayout:
+        return _layout(place.grid, place.text, self.token_order, self.options.get("block_size", 128), device)
+
+    def arguments(self, place: Place, amount: float) -> dict[str, Any]:
+        """Of `sparse_attention` for one call."""
+        fixed, value = {**arguments_at(place), **self.options}, KNOBS[self.knob](amount)
+        if self.knob != "profile":
+            return {**fixed, self.knob: value}
+        assert self.budgets is not None, "calibrate first"
+        return {**fixed, "exact_budget": True, "sparsity": list(self.budgets(value)[str(place.layer)])}
+
+    def calibrated(self, calls: Iterable[tuple[Tensor, Tensor, Tensor, Place]], backend: str) -> Method:
+        """With budgets that these calls suggest, q, k, v [B, H, S, D] and where. Other knobs need none."""
+        if self.knob != "profile":
+            return self
+        recorder = Recorder()
+        for q, k, v, place in calls:
+            options = arguments.options(q, k, predicts=True, sparsity=0.5, **{**arguments_at(place), **self.options})
+            with own_precision(q.device):
+                recorder.add(str(place.layer), q, k, v, None, None, options, backend)
+        layers = recorder.layers
+        return replace(self, budgets=cache(lambda sparsity: allocate(layers, min(sparsity, highest_sparsity(layers)))))
+
+    def choice(self, q: Tensor, k: Tensor, v: Tensor, place: Place, backend: str, guided: bool = True) -> Choice:
+        """The blocks that it keeps in one call, bool [B, H, NQ, NK], for any amount."""
+        if self.rule is not None:
+            return self.rule(q, k, self.layout(place, q.device), place)
+        return lambda amount: self.predict(q, k, v, place, amount, backend, guided).to_dense()
+
+    def predict(
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, amount: float, backend: str, guided: bool
+    ) -> BlockMask:
+        """The mask of a call; the prompted half of the batch for the other too where the method does so."""
+        half = len(q) // 2 if self.one_branch and guided else len(q)
+        options = {"backend": backend, **self.arguments(place, amount)}
+        if self.knob == "target_error":  # which depends on the values
+            mask: BlockMask = sparse_attention(q[:half], k[:half], v[:half], **options, return_mask=True)[1]
+        else:
+            mask = predict_mask(q[:half], k[:half], **options)
+        return mask if half == len(q) else _twice(mask)
+
+
+class Attend:
+    """A method at an amount, as the attention of one sample; keeps count of the blocks that it attends to."""
+
+    def __init__(self, method: Method, amount: float, backend: str, *, guided: bool = True, dense_steps: int = 0):
+        self.method, self.amount, self.backend = method, amount, backend
+        self.guided, self.dense_steps = guided, dense_steps
+        self.kept: list[Tensor] = []  # blocks of each call, on the device
+        self.blocks = 0  # of all calls
+        self._masks: dict[int, BlockMask] = {}  # of each layer, for later steps
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        if place.step < self.dense_steps:
+            return dense(q, k, v, place)
+        with own_precision(q.device):
+            options = {"backend": self.backend, **self.method.arguments(place, self.amount)}
+            out, mask = sparse_attention(q, k, v, **options, mask=self._mask(q, k, v, place), return_mask=True)
+        self.kept.append(mask.counts.sum(dtype=torch.int64))
+        self.blocks += mask.indices.numel()
+        attended: Tensor = out
+        return attended
+
+    def density(self) -> float:
+        """The share of blocks kept in all sparse calls so far."""
+        return int(torch.stack(self.kept).sum()) / self.blocks if self.kept else 1.0
+
+    def _mask(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> BlockMask | None:
+        """None: the call predicts its own."""
+        method = self.method
+        if method.rule is not None:
+            chosen = method.choice(q, k, v, place, self.backend)(self.amount)
+            return BlockMask.from_dense(chosen, method.options.get("block_size", 128))
+        if method.every == 1 and not method.one_branch:
+            return None
+        if (place.step - self.dense_steps) % method.every == 0 or place.layer not in self._masks:
+            self._masks[place.layer] = method.predict(q, k, v, place, self.amount, self.backend, self.guided)
+        return self._masks[place.layer]
+
+
+def ours(
+    name: str, *, knob: str = "sparsity", every: int = 1, one_branch: bool = False, note: str = "", **options: Any
+) -> Method:
+    """`sparse_attention` with these options."""
+    return Method(name, "ours", options, knob, None, every, one_branch, note)
+
+
+def rule(name: str, function: Rule, *, family: str = "rule", note: str = "", **options: Any) -> Method:
+    """A function of `lab.rules` that chooses, and `sparse_attention` that attends, with these options."""
+    return Method(name, family, options, rule=function, note=note)
+
+
+def select(names: Sequence[str], among: Sequence[Method] | None = None) -> list[Method]:
+    """Methods that have one of these as their name, or else in it, in whatever case; all of them without names."""
+    among = METHODS if among is None else among
+    for name in names:
+        if not any(name.lower() in method.name.lower() for method in among):
+            known = ", ".join(method.name for method in among)
+            raise ValueError(f"--methods must be parts of the names {known}; got {name!r}")
+    wanted = [name.lower() for name in names]
+    whole = {method.name.lower() for method in among} & set(wanted)
+    parts = [name for name in wanted if name not in whole]
+    return [
+        method
+        for method in among
+        if not names or method.name.lower() in whole or any(part in method.name.lower() for part in parts)
+    ]
+
+
+DENSE = Method("dense", "dense", {}, note="torch's attention: what the others are compared with")
+SAME = Method(
+    "dense, other kernel", "dense", {}, note="every block, in the kernel of the others: the floor of rounding"
+)
+
+_SPARGE, _FREE = partial(rules.sparge, form="cdf", threshold=0.1), partial(rules.sparge, form="top-k", threshold=-0.1)
+
+_FIRST = (4, 4, 8)
+_WINDOWS = (_FIRST, (2, 8, 8), (2, 4, 16), (8, 4, 4))
+_BEST: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="keys")
+
+
+def _x(order: str | tuple[int, ...]) -> str:
+    return order if isinstance(order, str) else "x".join(map(str, order))
+
+
+METHODS = (
+    ours("rf_v2 4x4x8", token_order=(4, 4, 8)),
+    ours("rf_v2 1x8x16", token_order=(1, 8, 16)),
+    ours("rf_v2 2x8x8", token_order=(2, 8, 8)),
+    ours("rf_v2 2x4x16", token_order=(2, 4, 16)),
+    ours("rf_v2 8x4x4", token_order=(8, 4, 4)),
+    ours("rf_v2 mindiesd", token_order="mindiesd", note="the reference's order"),
+    ours("rf_v2 raster", token_order="raster", note="without reordering"),
+    *(ours(f"rf_v2 {_x(order)} submeans", token_order=order, predictor="submeans") for order in _WINDOWS),
+    *(
+        ours(f"rf_v2 {_x(order)} submeans compensate", token_order=order, predictor="submeans", compensate=True)
+        for order in (*_WINDOWS, (1, 8, 16))
+    ),
+    ours("rf_v2 4x4x8 compensate", token_order=(4, 4, 8), compensate=True),
+    *(ours(f"rf_v2 {_x(order)} keys", token_order=order, first_frame="keys") for order in _WINDOWS),
+    *(
+        ours(f"rf_v2 {_x(order)} keys compensate", token_order=order, first_frame="keys", compensate=True)
+        for order in _WINDOWS
+    ),
+    *(
+        ours(f"rf_v2 {_x(order)} keys submeans compensate", **_BEST, token_order=order)
+        for order in (*_WINDOWS, (1, 8, 16), "raster")
+    ),
+    *(
+        ours(f"rf_v2 {_x(order)} free submeans compensate", **{**_BEST, "first_frame": "free"}, token_order=order)
+        for order in _WINDOWS
+    ),
+    ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
+    ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),
+    ours("rf_v2 calibrated", token_order=(4, 4, 8), knob="profile", note="budgets of layers and heads by a profile"),
+    ours("rf_v2 keys submeans compensate calibrated", token_order=(4, 4, 8), knob="profile", **_BEST),
+    ours("rf_v2 mask of every 4th step", token_order=(4, 4, 8), every=4),
+    ours("rf_v2 mask of one branch", token_order=(4, 4, 8), one_branch=True, note="the prompted half of guidance"),
+    ours("ada_bsa by cap", sparse_type="ada_bsa"),
+    ours("ada_bsa by cdf", sparse_type="ada_bsa", knob="cdf_threshold"),
+    rule("without the sink", rules.mean_ranking, family="ours", token_order=_FIRST, note="text alone is protected"),
+    rule("SpargeAttn cdf", _SPARGE, token_order="raster"),
+    rule("SpargeAttn top-k", _FREE, token_order="raster"),
+    rule("SpargeAttn cdf, windows", partial(_SPARGE, protect="text"), token_order=_FIRST, note="in our order"),
+    rule("SpargeAttn top-k, windows", partial(_FREE, protect="text"), token_order=_FIRST, note="in our order"),
+    rule("sliding window", rules.sliding_window, token_order="raster", note="a band of blocks"),
+    rule("nearest in 3-D", rules.nearest, token_order=_FIRST, note="a sliding window over (t, h, w)"),
+    rule("random", rules.random_blocks, token_order=_FIRST),
+    rule("oracle", rules.oracle, family="bound", token_order=_FIRST, note="true mass, protected as in rf_v2"),
+    rule("oracle 2x8x8", rules.oracle, family="bound", token_order=(2, 8, 8)),
+    rule("oracle without the sink", partial(rules.oracle, protect="text"), family="bound", token_order=_FIRST),
+    rule(
+        "oracle, shared budget", rules.shared_oracle, family="bound", token_order=_FIRST,
+        note="the best blocks of all heads and rows together; text protected",
+    ),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _layout(grid: Grid, text: int, order: str | tuple[int, ...], block_size: int, device: torch.device) -> TokenLayout:
+    t, h, w = grid
+    layout = TokenLayout.build(text + t * h * w, grid, text, token_order=order, block_size=block_size)
+    return layout.to(device)
+
+
+def _twice(mask: BlockMask) -> BlockMask:
+    """For a batch of both branches."""
+    return BlockMask(mask.counts.repeat(2, 1, 1), mask.indices.repeat(2, 1, 1, 1), mask.block_size)
+
+
+def _words(function: Any) -> str:
+    """A rule and what it was given."""
+    if isinstance(function, partial):
+        given = (f"{name}={value!r}" for name, value in sorted(function.keywords.items()))
+        return f"{function.func.__name__}({', '.join(given)})"
+    return str(function.__name__)
