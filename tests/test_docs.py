@@ -14,6 +14,7 @@ from offline_pipelines import PIPELINES
 from rainfusion import cli
 from rainfusion.compat import mindiesd
 from rainfusion.plugin import models
+from rainfusion.tools import comparison
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -127,6 +128,21 @@ def test_the_page_on_migrating_runs():
     finally:
         mindiesd.uninstall()
     assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+def test_the_page_on_quality_runs():
+    names = run_page("quality.md")
+    assert names["full"].shape == names["fast"].shape == (1, 3, 5, 32, 32)
+    assert 0.0 < names["mask"].density() <= 1.0 and names["out"].isfinite().all()
+
+
+def test_the_page_on_quality_says_what_was_measured():
+    page = (ROOT / "docs" / "quality.md").read_text()
+    rows = [row for row in comparison.read(ROOT / "benchmarks" / "results").rows if row.psnr and row.family != "dense"]
+    assert len(rows) > 40
+    for row in rows:
+        mean, error = comparison.mean_and_error(row.psnr)
+        assert f"{mean:.2f} ± {error:.2f}" in page, row.method
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
