@@ -385,3 +385,30 @@ def test_a_contact_sheet_has_frames_across_and_clips_down(tmp_path):
     clips[1, 1, 1] = 0.5
     pictures.write_gif(clips[1], tmp_path / "clip.gif")
     assert image.open(tmp_path / "clip.gif").n_frames == 4
+
+
+def test_clips_side_by_side_have_captions_above_and_a_title_below(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    clips = torch.zeros(2, 3, 2, 8, 8)
+    clips[0, 0], clips[1, 2] = 1.0, 1.0  # red and blue
+    clips[:, 1, 1] = 1.0  # with green: yellow and cyan
+    sizes = {}
+    for title in ("", "a title that is longer than two clips are wide"):
+        pictures.write_side_by_side(clips, ["one", "two"], tmp_path / "both.gif", title=title, zoom=10)
+        with image.open(tmp_path / "both.gif") as both:
+            assert both.n_frames == 2
+            for frame, colours in enumerate([((255, 0, 0), (0, 0, 255)), ((255, 255, 0), (0, 255, 255))]):
+                both.seek(frame)
+                assert (*map(both.convert("RGB").getpixel, ((40, 60), (122, 60))),) == colours
+            sizes[title] = both.size
+    (width, plain), (same, titled) = sizes.values()
+    assert width == same == 162 and titled > plain + 2 * 14  # two lines or more
+    with pytest.raises(ValueError, match="captions must be one for each of 2 clips, got 1"):
+        pictures.write_side_by_side(clips, ["one"], tmp_path / "both.gif")
+
+
+def test_prompts_are_read_as_they_are_described():
+    for prompt in data.random_prompts(20, generator()):
+        assert torch.equal(data.parse(data.describe(prompt)), prompt)
+    with pytest.raises(ValueError, match="colour must be one of red"):
+        data.parse("background up; mauve disc, from top, down; red disc, from left, up; red disc, from right, up")

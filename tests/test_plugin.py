@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import threading
 import warnings
 import weakref
@@ -15,7 +16,7 @@ import offline_pipelines
 import rainfusion
 import tiny_models
 from offline_pipelines import PIPELINES, sample
-from rainfusion.plugin import calls, hub, models
+from rainfusion.plugin import calls, hub, models, settings
 from rainfusion.plugin.controller import ATTRIBUTE, LAYER
 
 
@@ -180,9 +181,51 @@ def test_a_profile_of_another_model_is_refused():
     model, _, _ = wide_wan()
     profile = rainfusion.Profile({"blocks.0.attn1": (0.5, 0.5)}, 0.5, {})
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"no layer 'blocks\.1\.attn1'.* calibrate this one"):
+    with pytest.raises(ValueError, match=r"no layer 'blocks\.1\.attn1'.* calibrate what you enable"):
         rainfusion.enable(model, profile=profile)
     assert snapshot(model) == before
+
+
+def test_a_profile_with_other_heads_is_an_error_at_the_first_call():
+    model, inputs, _ = wide_wan()
+    profile = rainfusion.Profile({f"blocks.{i}.attn1": (0.5,) * 5 for i in (0, 1)}, 0.5, {})
+    rainfusion.enable(model, profile=profile, min_tokens=0)
+    with pytest.raises(ValueError, match=r"the profile has 5 heads for blocks\.0\.attn1, which has 2"):
+        forward(model, inputs)
+
+
+def test_a_profile_brings_its_options_along():
+    model, _, _ = wide_wan()
+    shares = {f"blocks.{i}.attn1": (0.5, 0.5) for i in (0, 1)}
+    profile = rainfusion.Profile(shares, 0.5, dict(predictor="submeans", first_frame="free"))
+    handle = rainfusion.enable(model, profile=profile, compensate=True)
+    assert (handle.settings.predictor, handle.settings.first_frame, handle.settings.compensate) == (
+        "submeans",
+        "free",
+        True,
+    )
+    with pytest.raises(
+        ValueError, match="first_frame must be that of the profile, 'free', or left out, got 'protected'"
+    ):
+        rainfusion.enable(model, profile=profile, first_frame="protected")
+    signature = inspect.signature(rainfusion.enable).parameters
+    assert all(signature[name].default == value for name, value in settings.DEFAULTS.items())
+
+
+def test_layers_that_are_skipped_need_no_budget():
+    model, inputs, _ = wide_wan()
+    with pytest.warns(UserWarning, match=r"1 of 2 layers had no call to measure, blocks\.0\.attn1"):
+        profile = rainfusion.calibrate(model, lambda: forward(model, inputs), sparsity=0.5, skip_layers=0)
+    with rainfusion.enabled(model, profile=profile, skip_layers=0, min_tokens=0) as handle:
+        forward(model, inputs)
+    assert handle.stats().sparse_calls == handle.stats().dense_calls == 1
+
+
+def test_calibrating_under_another_default_device():
+    model, inputs, _ = wide_wan()
+    with torch.device("meta"):
+        profile = rainfusion.calibrate(model, lambda: forward(model, inputs), sparsity=0.5)
+    assert len(profile.sparsities) == 2
 
 
 def test_two_transformers_have_layers_of_their_own_names():
@@ -229,6 +272,8 @@ def test_wrong_budgets(kwargs, error, message):
 def test_calibrate_takes_the_options_of_enable():
     with pytest.raises(TypeError, match="options of enable but profile and target_error, got profile, sparseness"):
         rainfusion.calibrate(wide_wan()[0], lambda: None, sparseness=0.5, profile="x")
+    with pytest.raises(ValueError, match="sparse_type must be 'rf_v2'"):
+        rainfusion.calibrate(wide_wan()[0], lambda: None, sparse_type="ada_bsa")
     with pytest.raises(ValueError, match="no attention call could be measured"):
         rainfusion.calibrate(wide_wan()[0], lambda: None)
 

@@ -78,7 +78,8 @@ def sparse_attention(
             context that is never dropped.
         precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
-        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, whose best pairs count.
+        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, between which attention is
+            predicted.
         compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
         first_frame: rf_v2, of a video: `"protected"`, it attends to everything and everything to it; `"keys"`, its
             keys are never dropped; `"free"`, it is like the other frames.

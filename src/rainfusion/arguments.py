@@ -156,6 +156,8 @@ def one_of(name: str, value: Any, allowed: Sequence[int]) -> int:
 
 def fraction(name: str, value: Any, *, zero: bool) -> float:
     share = number(name, value)
+    if not isinstance(value, (int, float)):  # of a NumPy fp32, whose 0.7 is a little less
+        share = round(share, 7)
     if not (0.0 <= share <= 1.0) or (share == 0.0 and not zero):  # the first test is False for NaN
         raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1], got {share}")
     return share
@@ -163,8 +165,10 @@ def fraction(name: str, value: Any, *, zero: bool) -> float:
 
 def sparsities(value: Any, heads: int) -> list[float]:
     """One sparsity, or one for each query head."""
-    if isinstance(value, Tensor) and value.dim() == 1 and value.device.type == "cpu":
-        value = value.tolist()
+    if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            raise ValueError("sparsity must be a list of floats or a tensor on the CPU, got one on a device")
+        value = [round(share, 7) if isinstance(share, float) else share for share in value.tolist()]
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         return [fraction("sparsity", value, zero=True)]
     if len(value) != heads:
@@ -472,10 +476,10 @@ def options(
         raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
     if checked.head_sparsity and strategy == "ada_bsa":
         raise ValueError("sparsity must be one number with sparse_type='ada_bsa'; rf_v2 takes one for each head")
-    if checked.target_error and checked.sparsity:
-        raise ValueError(f"target_error takes the place of sparsity: leave sparsity at 0, got {sparsity}")
     if strategy != "rf_v2":
         return checked.without_layout()
+    if checked.target_error and checked.sparsity:
+        raise ValueError(f"target_error takes the place of sparsity: leave sparsity at 0, got {sparsity}")
 
     if clips and q_len != k_len:
         raise ValueError(f"video_spans needs q and k of one length, got {q_len} and {k_len}")

@@ -24,9 +24,13 @@ def numbers(options: Options, q_len: int, k_len: int) -> list[int]:
 
     The lengths are those of the whole sequence, also where q is a part of it.
     """
-    q_spec, k_spec = options.layout_specs(q_len, k_len)
-    shares = options.head_sparsity or [options.sparsity]
-    return [_number(q_spec, k_spec, share, options.exact_budget) for share in shares]
+    shares = tuple(options.head_sparsity) or (options.sparsity,)
+    return _numbers(*options.layout_specs(q_len, k_len), shares, options.exact_budget)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(q_spec: LayoutSpec, k_spec: LayoutSpec, shares: tuple[float, ...], exact: bool) -> list[int]:
+    return [_number(q_spec, k_spec, share, exact) for share in shares]
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:
@@ -40,7 +44,6 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
 
 
-@lru_cache(maxsize=1024)
 def _number(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool) -> int:
     rows, columns = (cached_layout(spec, torch.device("cpu")) for spec in (q_spec, k_spec))
     if not exact:

@@ -9,6 +9,7 @@ are made convex, and their steepest pieces are bought first.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from rainfusion import errors, pipeline
 from rainfusion.arguments import Options
+from rainfusion.autocast import own_precision
 from rainfusion.errors import Curves
-from rainfusion.layout import TokenLayout
 
 GRID = 64  # a curve is kept at 1/64, 2/64, ... of the free blocks
 
@@ -30,17 +31,31 @@ class LayerCurves:
     error: Tensor  # float64 [H, GRID]
     calls: int
     whole: float  # the share of rows that are protected
-    always: float  # the share of columns that are
+    protected: int  # columns
+    columns: int
 
-    def density(self, share: float) -> float:
-        """Of all blocks, with that share of the free ones."""
-        return self.whole + (1.0 - self.whole) * (self.always + (1.0 - self.always) * share)
+    @property
+    def kept(self) -> list[int]:
+        """Free blocks of a row at each point of the curve: 1/64, 2/64, ... of them, rounded up."""
+        return grid_points(self.columns - self.protected)
+
+    def density(self, kept: int) -> float:
+        """Of all blocks, with so many free ones in a row."""
+        return self.whole + (1.0 - self.whole) * (self.protected + kept) / self.columns
+
+
+def grid_points(free: int) -> list[int]:
+    return [-(-point * free // GRID) for point in range(1, GRID + 1)]
 
 
 @dataclass
 class Recorder:
-    """Collects the curves of a model's attention calls, by name of the layer."""
+    """Collects the curves of a model's attention calls, by name of the layer.
 
+    `sparsity`: what will be asked for; a layer that cannot reach it is an error at its first call.
+    """
+
+    sparsity: float = 0.0
     layers: dict[str, LayerCurves] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -57,74 +72,90 @@ class Recorder:
     ) -> None:
         """One call, as `sparse_attention` would get it; every element of the batch counts as one."""
         q_layout, k_layout = pipeline.layouts(q, k, options)
-        scores = pipeline.block_scores(q, k, keep, options, q_layout, k_layout, runner)
-        curves = errors.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
-        relative = resampled(curves) / curves.squared_norm.double().sum(1)[:, None, None]  # [B, H, GRID]
-        found = relative.nan_to_num(nan=0.0, posinf=0.0).sum(0).cpu()
+        with own_precision(q.device):
+            scores = pipeline.block_scores(q, k, keep, options, q_layout, k_layout, runner)
+            curves = errors.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
+        norm = curves.squared_norm.double().sum(1)  # [B]
+        relative = resampled(curves) / norm[:, None, None]  # [B, H, GRID]
+        counts = norm.isfinite() & (norm > 0)  # an element without a key, or with a NaN, says nothing
+        found = relative.masked_fill(~counts[:, None, None], 0.0).sum(0).cpu()
         known = self.layers.get(layer)
         if known is None:
-            self.layers[layer] = LayerCurves(found, len(q), *_protected(q_layout, k_layout))
+            whole = q_layout.num_protected / q_layout.num_blocks
+            known = LayerCurves(found, len(q), whole, k_layout.num_protected, k_layout.num_blocks)
+            check_reach({layer: known}, self.sparsity)
+            self.layers[layer] = known
+        elif known.columns != k_layout.num_blocks:
+            raise ValueError(
+                f"samples must have one size, got {known.columns} blocks of keys and then {k_layout.num_blocks}"
+            )
         else:
             known.error += found
             known.calls += len(q)
 
 
 def resampled(curves: Curves) -> Tensor:
-    """float64 [B, H, GRID]: squared errors with 1/64, 2/64, ... of the free blocks, at least one."""
-    free = curves.squared_error.shape[2] - curves.protected
-    points = torch.arange(1, GRID + 1, device=curves.squared_error.device)
-    kept = (points * free).div(GRID, rounding_mode="floor").clamp(min=min(1, free)) + curves.protected
+    """float64 [B, H, GRID]: squared errors at the grid's points."""
+    points = grid_points(curves.squared_error.shape[2] - curves.protected)
+    kept = torch.tensor(points, device=curves.squared_error.device) + curves.protected
     return curves.squared_error.double().index_select(2, (kept - 1).clamp(min=0))
 
 
-def _protected(q_layout: TokenLayout, k_layout: TokenLayout) -> tuple[float, float]:
-    return q_layout.num_protected / q_layout.num_blocks, k_layout.num_protected / k_layout.num_blocks
-
-
 def allocate(layers: dict[str, LayerCurves], sparsity: float) -> dict[str, tuple[float, ...]]:
-    """A sparsity for each head of each layer, protected blocks counted in, whose mean is `sparsity`.
+    """A sparsity for each head of each layer, protected blocks counted in, whose mean is `sparsity` or a little more.
 
     Raises where the protected blocks alone are more than that leaves.
     """
-    most = highest_sparsity(layers)
-    if sparsity > most + 1e-9:
-        raise ValueError(
-            f"sparsity must be at most {most:.3f} here, got {sparsity}: protected blocks (first frame, text) are the "
-            "rest; first_frame='keys' or 'free' protects fewer"
-        )
-    pieces, shares = [], dict[str, list[float]]()
+    check_reach(layers, sparsity)
+    pieces, kept = [], dict[str, list[float]]()
     for name, layer in layers.items():
-        shares[name] = [1 / GRID] * len(layer.error)
+        kept[name] = [float(layer.kept[0])] * len(layer.error)
         for head, error in enumerate(layer.error / layer.calls):
-            for gain, width in convex_pieces(error.tolist()):
-                cost = layer.density(1 / GRID + width) - layer.density(1 / GRID)
-                pieces.append((-gain / max(cost, 1e-12), name, head, width, cost))
-    left = (most - sparsity) * sum(map(len, shares.values()))  # of densities, to spend
+            for gain, blocks in convex_pieces(layer.kept, error.tolist()):
+                cost = layer.density(blocks) - layer.density(0)
+                pieces.append((-gain / max(cost, 1e-12), name, head, blocks, cost))
+    left = (highest_sparsity(layers) - sparsity) * sum(map(len, kept.values()))  # of densities, to spend
     heapq.heapify(pieces)
     while pieces and left > 1e-9:
-        _, name, head, width, cost = heapq.heappop(pieces)
+        _, name, head, blocks, cost = heapq.heappop(pieces)
         part = min(1.0, left / cost) if cost > 0 else 1.0
-        shares[name][head] += part * width
+        kept[name][head] += part * blocks
         left -= part * cost
     return {
-        name: tuple(round(1.0 - layers[name].density(min(1.0, share)), 4) for share in found)
-        for name, found in shares.items()
+        name: tuple(_rounded_up(1.0 - layers[name].density(math.floor(number + 1e-9))) for number in found)
+        for name, found in kept.items()
     }
 
 
+def _rounded_up(share: float) -> float:
+    """To four digits: a budget from it is then the number of blocks that was meant, not one more."""
+    return max(0.0, min(1.0, math.ceil(share * 1e4 - 1e-6) / 1e4))
+
+
 def highest_sparsity(layers: dict[str, LayerCurves]) -> float:
-    """With one block in 64 of those that are free."""
+    """With the fewest blocks that curves go down to."""
     heads = sum(len(layer.error) for layer in layers.values())
-    return 1.0 - sum(len(layer.error) * layer.density(1 / GRID) for layer in layers.values()) / heads
+    return 1.0 - sum(len(layer.error) * layer.density(layer.kept[0]) for layer in layers.values()) / heads
 
 
-def convex_pieces(errors: list[float]) -> list[tuple[float, float]]:
-    """The lower convex hull of a curve over 1/64 ... 1: (what a piece takes off it, its width), steepest first."""
+def check_reach(layers: dict[str, LayerCurves], sparsity: float) -> None:
+    most = highest_sparsity(layers)
+    if sparsity > most + 1e-9:
+        raise ValueError(
+            f"sparsity must be at most {most:.3f} here, got {sparsity}: protected blocks (text and, by `first_frame`, "
+            "the first frame) are the rest"
+        )
+
+
+def convex_pieces(kept: list[int], errors: list[float]) -> list[tuple[float, int]]:
+    """The lower convex hull of errors over blocks kept: (what a piece takes off, its blocks), steepest first."""
     hull: list[tuple[int, float]] = []
-    for x, y in enumerate(errors):
+    for x, y in zip(kept, errors, strict=True):
+        if hull and hull[-1][0] == x:
+            continue
         while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (
             hull[-1][0] - hull[-2][0]
         ):
             hull.pop()
         hull.append((x, y))
-    return [(max(0.0, before - after), (to - at) / GRID) for (at, before), (to, after) in pairwise(hull)]
+    return [(max(0.0, before - after), to - at) for (at, before), (to, after) in pairwise(hull)]

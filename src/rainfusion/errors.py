@@ -23,6 +23,7 @@ from rainfusion.pooling import block_means
 from rainfusion.slabs import head_slabs
 
 SAMPLES = 64  # queries of a head
+_GOLDEN = (5**0.5 - 1) / 2
 _SLAB_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
@@ -91,13 +92,14 @@ def curves(
 
 @lru_cache(maxsize=64)
 def _sample(layout: TokenLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [R]: query tokens in the caller's order, spread over the free rows, and their rows."""
-    with torch.inference_mode(False):
-        free = (~layout.protected.cpu()).nonzero().flatten()
-        number = SAMPLES if len(free) else 0
-        rows = free[torch.arange(number) * max(len(free), number) // SAMPLES % max(1, len(free))]
-        offset = torch.arange(number) * 79 % layout.block_size  # every part of a block has its turn
-        places = (rows * layout.block_size + offset).clamp(max=layout.seq_len - 1)
+    """int64 [R]: query tokens in the caller's order, spread evenly over those of free rows, and their rows."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        places = torch.arange(layout.seq_len)
+        places = places[~layout.protected.cpu()[places // layout.block_size]]
+        number = min(SAMPLES, len(places))
+        turn = torch.arange(number, dtype=torch.float64)
+        within = turn * _GOLDEN % 1  # every part of a block has its turn
+        places = places[((turn + within) * len(places) / max(1, number)).long()]
         return layout.order.cpu()[places].to(device), (places // layout.block_size).to(device)
 
 
@@ -121,6 +123,7 @@ def _squares(exact: _Parts, stand_in: _Parts | None, order: Tensor) -> tuple[Ten
             kept.values + taken.values[:, :, -1:] - taken.values,
         )
     out = kept.values / kept.weights.unsqueeze(-1)
+    out = out.masked_fill((kept.weights == 0).unsqueeze(-1), 0.0)  # all of these blocks are far below the largest logit
     return (out - dense).square().sum((1, 3)), dense.square().sum((1, 3, 2))
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rainfusion import arguments
+
 FORMAT = "rainfusion profile 1"
 OPTIONS = ("token_order", "predictor", "compensate", "first_frame")  # what budgets depend on
 
@@ -38,6 +40,17 @@ class Profile:
         unknown = set(self.options) - set(OPTIONS)
         if unknown:
             raise ValueError(f"options must be some of {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}")
+        given = {
+            "token_order": "window",
+            "predictor": "mean",
+            "compensate": False,
+            "first_frame": "keys",
+            **self.options,
+        }
+        arguments.order_and_window(given["token_order"], 128)
+        arguments.choice("predictor", given["predictor"], tuple(arguments.PREDICTORS))
+        arguments.flag("compensate", given["compensate"])
+        arguments.choice("first_frame", given["first_frame"], arguments.FIRST_FRAMES)
 
     def arguments(self, layer: str) -> dict[str, Any]:
         """Keywords of `sparse_attention` for a layer."""
@@ -48,7 +61,7 @@ class Profile:
             known = ", ".join(list(self.sparsities)[:3])
             raise ValueError(
                 f"the profile has no layer {layer!r}; it has {len(self.sparsities)}: {known}, ... It was made for "
-                "another model: calibrate this one"
+                "another model, or for a pipeline where this is a part: calibrate what you enable"
             )
         return self.sparsities[layer]
 
@@ -69,9 +82,13 @@ class Profile:
             raise ValueError(
                 f"{where} must be a profile of `rainfusion calibrate` ({FORMAT!r} in it); is it another file?"
             )
-        missing = {"sparsities", "sparsity", "options"} - set(found)
-        if missing:
-            raise ValueError(f"{where} must have {', '.join(sorted(missing))}")
+        kinds: dict[str, Any] = {"sparsities": dict, "sparsity": (int, float), "options": dict}
+        wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
+        wrong += [
+            name for name, heads in (found.get("sparsities") or {}).items() if not isinstance(heads, (list, tuple))
+        ]
+        if wrong:
+            raise ValueError(f"{where} must have {', '.join(wrong)}, as `rainfusion calibrate` writes them")
         options = dict(found["options"])
         if isinstance(options.get("token_order"), list):
             options["token_order"] = tuple(options["token_order"])

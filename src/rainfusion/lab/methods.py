@@ -93,8 +93,7 @@ class Method:
         recorder = Recorder()
         for q, k, v, place in calls:
             options = arguments.options(q, k, predicts=True, sparsity=0.5, **{**arguments_at(place), **self.options})
-            with own_precision(q.device):
-                recorder.add(str(place.layer), q, k, v, None, None, options, backend)
+            recorder.add(str(place.layer), q, k, v, None, None, options, backend)
         layers = recorder.layers
         return replace(self, budgets=cache(lambda sparsity: allocate(layers, min(sparsity, highest_sparsity(layers)))))
 

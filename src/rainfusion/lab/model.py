@@ -55,6 +55,8 @@ def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: 
 
     `profile`: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
     """
+    if profile is not None and sparsity:
+        raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         budget = {"sparsity": sparsity} if profile is None else profile.arguments(str(place.layer))

@@ -176,7 +176,9 @@ def calibrate(
     if unknown:
         raise TypeError(f"calibrate takes the options of enable but profile and target_error, got {', '.join(unknown)}")
     settings = Settings.check(**{**options, "min_tokens": 0, **kwargs, "sparsity": share})
-    recorder = Recorder()
+    if settings.sparse_type == "ada_bsa":
+        raise ValueError("sparse_type must be 'rf_v2', whose budgets are by head, got 'ada_bsa'")
+    recorder = Recorder(share)
 
     def observe(layer: str, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Plan) -> None:
         keep, bias = arguments.key_mask(key_mask, q, k)
@@ -189,7 +191,7 @@ def calibrate(
     try:
         handle = _start(pipe_or_transformer, settings, observe)
         run()
-        summary = handle.stats().summary
+        summary, names = handle.stats().summary, handle.stats().calls
     finally:
         if handle is not None:
             handle.disable()
@@ -197,6 +199,13 @@ def calibrate(
             controller.reattach()
     if not recorder.layers:
         raise ValueError(f"no attention call could be measured: {summary}")
+    missing = [name for name in names if name not in recorder.layers]
+    if missing:
+        warnings.warn(
+            f"{len(missing)} of {len(names)} layers had no call to measure, {missing[0]} among them: with this profile "
+            "they must be in skip_layers; more steps may reach them",
+            stacklevel=2,
+        )
     chosen = {name: getattr(settings, name) for name in OPTIONS}
     calls = sum(layer.calls for layer in recorder.layers.values())
     return Profile(allocate(recorder.layers, share), share, chosen, dict(calls=calls))

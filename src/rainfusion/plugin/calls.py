@@ -46,6 +46,8 @@ def plan(
     reason = why_short(q.shape[2], settings)
     if reason is not None:
         return reason
+    if settings.profile is not None and len(kwargs["sparsity"]) != q.shape[1]:
+        raise ValueError(f"the profile has {len(kwargs['sparsity'])} heads for {layer}, which has {q.shape[1]}")
     try:
         options = arguments.options(q, k, predicts=True, scale=scale, **kwargs)
         if options.strategy == "dense":

@@ -87,7 +87,7 @@ class Controller:
             )
         check_layers(settings.skip_layers, len(self.names), type(model).__name__)
         if settings.profile is not None:
-            for layer in range(len(self.names)):
+            for layer in set(range(len(self.names))) - settings.skip_layers:
                 settings.profile.of(self.full_name(layer))
         self.tally = Tally(len(self.names))
         self._start(model)
@@ -361,7 +361,9 @@ class Controller:
     ) -> Tensor:
         """q, k, v [B, N, S, D] views; `special`: what else is asked for, in words, that sparse attention cannot do."""
         reason = self._why_dense(layer, q, k, v, special)
-        if reason is None and parallel is not None:
+        if reason is None and parallel is not None and self.observer is not None:
+            reason = calls.Unsupported("calibration needs the whole sequence in one process")
+        elif reason is None and parallel is not None:
             result = self._attend_shards(layer, q, k, v, attn_mask, scale, parallel)
             if isinstance(result, Tensor):
                 return result

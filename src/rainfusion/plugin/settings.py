@@ -14,6 +14,7 @@ from rainfusion.profiles import Profile
 IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
 _SPARSE_TYPES = ("rf_v2", "rf_v3", "ada_bsa")
+DEFAULTS = dict(token_order="window", predictor="mean", compensate=False, first_frame="keys")  # those of `enable`
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,17 @@ class Settings:
         if sparse_type == "ada_bsa" and block_size != 128:
             raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
         for name, value in (("target_error", target_error), ("profile", profile)):
-            if value is not None and (sparsity is not None or sparse_type == "ada_bsa"):
-                raise ValueError(f"{name} takes the place of sparsity, with rf_v2: leave sparsity out, got {sparsity}")
+            if value is not None and sparsity is not None:
+                raise ValueError(f"{name} takes the place of sparsity: leave sparsity out, got {sparsity}")
+            if value is not None and sparse_type == "ada_bsa":
+                raise ValueError(f"{name} needs sparse_type='rf_v2', got 'ada_bsa'")
         if target_error is not None and profile is not None:
             raise ValueError("target_error and profile both set the budgets: pass one of them")
+        if profile is not None:
+            profile = Profile.load(profile)
+            asked = dict(token_order=token_order, predictor=predictor, compensate=compensate, first_frame=first_frame)
+            token_order, predictor, compensate, first_frame = _with_profile(asked, profile.options)
+            exact_budget = True
         return cls(
             sparse_type=arguments.choice("sparse_type", sparse_type, _SPARSE_TYPES),
             sparsity=None if sparsity is None else arguments.fraction("sparsity", sparsity, zero=True),
@@ -96,7 +104,7 @@ class Settings:
             first_frame=arguments.choice("first_frame", first_frame, arguments.FIRST_FRAMES),
             exact_budget=arguments.flag("exact_budget", exact_budget),
             target_error=None if target_error is None else arguments.fraction("target_error", target_error, zero=False),
-            profile=None if profile is None else Profile.load(profile),
+            profile=profile,
             block_size=block_size,
             inner_precise=arguments.one_of("inner_precise", inner_precise, (0, 1)),
             backend=arguments.choice("backend", backend, ("auto", *BACKEND_NAMES)),
@@ -131,6 +139,17 @@ class Settings:
             exact_budget=self.exact_budget, target_error=self.target_error,
         )  # fmt: skip
         return chosen if self.profile is None else {**chosen, **self.profile.arguments(layer)}
+
+
+def _with_profile(asked: dict[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a profile was measured with; another wish, unless it is the default, is an error."""
+    for name, value in asked.items():
+        if name in options and value not in (DEFAULTS[name], options[name]):
+            raise ValueError(
+                f"{name} must be that of the profile, {options[name]!r}, or left out, got {value!r}; or calibrate "
+                "with it"
+            )
+    return tuple(options.get(name, value) for name, value in asked.items())
 
 
 def _number(steps: int | float, total: int | None) -> int:

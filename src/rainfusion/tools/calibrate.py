@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rainfusion import arguments, backends, plugin
-from rainfusion.autocast import own_precision
 from rainfusion.calibration import Recorder, allocate
 from rainfusion.profiles import Profile
 from rainfusion.tools.table import table
@@ -38,6 +37,7 @@ class Plan:
 
 def run(plan: Plan) -> int:
     start = time.perf_counter()
+    plan.out.parent.mkdir(parents=True, exist_ok=True)  # before hours of work
     profile = _of_lab(plan) if plan.model == LAB else _of_pipeline(plan)
     profile.save(plan.out)
     for line in report(profile):
@@ -66,14 +66,18 @@ def _of_lab(plan: Plan) -> Profile:
     from rainfusion import lab
     from rainfusion.lab.model import Place, arguments_at, dense
 
-    model, recorder, bar = lab.load(device=plan.device), Recorder(), _bar()
+    refused = sorted({"width", "prompt"} & ({*plan.call} | ({"prompt"} if plan.prompts else set())))
+    if refused:
+        raise ValueError(
+            f"the lab draws prompts of its own, and squares: leave out {', '.join(refused)}; see --samples"
+        )
+    model, recorder, bar = lab.load(device=plan.device), Recorder(plan.sparsity), _bar()
     options = {"first_frame": "keys", **plan.options}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         checked = arguments.options(q, k, predicts=True, sparsity=plan.sparsity, **arguments_at(place), **options)
-        with own_precision(q.device):
-            runner = backends.choose("auto", q, k, v, None, checked)
-            recorder.add(str(place.layer), q, k, v, None, None, checked, runner)
+        runner = backends.choose("auto", q, k, v, None, checked)
+        recorder.add(str(place.layer), q, k, v, None, None, checked, runner)
         bar.update()
         return dense(q, k, v, place)
 
