@@ -26,6 +26,7 @@ PROMPT = (
 )
 GIF, SHEET = "side_by_side.gif", "frames.png"
 GAIN = 3  # of the difference, to be seen
+OPTIONS: dict[str, Any] = dict(first_frame="keys")  # as `rainfusion.enable` has it
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Plan:
 
     def sparse(self) -> Attend:
         guided = self.guidance != 1
-        return Attend(ours("rf_v2"), 1 - self.sparsity, "auto", guided=guided, dense_steps=self.dense_steps)
+        return Attend(ours("rf_v2", **OPTIONS), 1 - self.sparsity, "auto", guided=guided, dense_steps=self.dense_steps)
 
 
 class Watched:
@@ -185,7 +186,7 @@ def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float)
     ]  # fmt: skip
     print(table(("attention", "sampling", "attention alone", "density", "PSNR"), rows))
     print("\nPSNR: of the sparse clip against the full one. density: the share of blocks that sparse steps compute,")
-    print("those of the first frame and of the text included, which are never dropped.")
+    print("with the first frame and the text, whose keys are never dropped.")
     if plan.dense_steps:
         later = full.attention_later / fast.attention_later
         print(f"The first {plan.dense_steps} of {plan.steps} steps are dense in both; in the others attention alone is")
