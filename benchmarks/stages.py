@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rainfusion import BlockMask, arguments, sparse_attention
+from rainfusion import BlockMask, arguments, budgets, sparse_attention
 from rainfusion.backends import hopper, triton
 from rainfusion.layout import cached_layout
 from rainfusion.tools.shapes import SHAPES
@@ -73,7 +73,8 @@ def _around(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argpars
     print(f"pool q: {ms:.3f} ms", flush=True)
     options = arguments.options(q, k, predicts=True, **call)
     keys = triton.prepare(k, v, layout, None, None, pool=1)
-    both, _ = median(lambda: triton.choose_blocks(q, keys, None, layout, layout, None, options), args.seconds)
+    numbers = budgets.numbers(options, q.shape[2], k.shape[2])
+    both, _ = median(lambda: triton.choose_blocks(q, keys, None, layout, layout, None, options, numbers), args.seconds)
     print(f"scores, best blocks and lists: {both - ms:.3f} ms", flush=True)
 
 

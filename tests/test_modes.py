@@ -94,7 +94,7 @@ def test_a_layout_refuses_another_length():
 
 
 @pytest.mark.parametrize("name", ["sparsity", "scale", "cdf_threshold"])
-@pytest.mark.parametrize("value", [10**400, [0.5], torch.tensor(0.5), 1j, int], ids=str)
+@pytest.mark.parametrize("value", [10**400, [0.5, 0.5], torch.tensor(0.5), 1j, int], ids=str)
 def test_odd_numbers_are_refused_by_name(name, value):
     q = torch.randn(1, 1, 10, 4)
     with pytest.raises((ValueError, TypeError), match=name):

@@ -536,7 +536,7 @@ def test_inspect_shows_order_and_masks(capsys, tmp_path):
                          "--out", str(tmp_path / "new"))  # fmt: skip
     assert status == 0
     assert "frame 0\n" + "................\n" * 8 in out
-    assert "frames 1 to 4\nAAAAAAAABBBBBBBB\n" in out
+    assert "frames 1 to 2\nAAAAAAAABBBBBBBB\n" in out
     assert "|█" in out
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mask.png", "order.png"]
     assert all(path.read_bytes().startswith(PNG) for path in (tmp_path / "new").iterdir())

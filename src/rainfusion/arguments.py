@@ -165,6 +165,8 @@ def fraction(name: str, value: Any, *, zero: bool) -> float:
 
 def sparsities(value: Any, heads: int) -> list[float]:
     """One sparsity, or one for each query head."""
+    if isinstance(value, numbers.Real):
+        return [fraction("sparsity", value, zero=True)]
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
         if isinstance(value, Tensor) and value.device.type != "cpu":
             raise ValueError("sparsity must be a list of floats or a tensor on the CPU, got one on a device")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rainfusion
-from rainfusion import arguments, backends, pipeline
+from rainfusion import arguments, backends, budgets, pipeline
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
@@ -79,11 +79,12 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str)
     q_layout, k_layout = pipeline.layouts(q, k, options)
     extra = {} if options.precision == "native" else {"precision": options.precision}
     mask = None
+    numbers = budgets.numbers(options, q.shape[2], k.shape[2])
     if options.strategy == "ada_bsa":  # from k as it is, before it may be quantised
-        mask = backend.predict(q, k, None, options, q_layout, k_layout)
+        mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
     with backends.triton.device_guard(q):
         keys = backend.prepare(k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), **extra)
-        mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options)
+        mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
 
     def call() -> Tensor:
         with backends.triton.device_guard(q):
