@@ -39,9 +39,11 @@ def raster(h, w):
     return [(y, x) for y in range(h) for x in range(w)]
 
 
-def clip_parts(t, h, w, token_order):
+def clip_parts(t, h, w, token_order, first_frame=True):
     """(tokens of the body, tokens of the first frame), as offsets from the clip's start."""
     first = raster(h, w)
+    if not first_frame and token_order != "mindiesd":
+        first = [(y, x) for _, y, x in windows(1, h, w, (1, 8, 16))]
     if token_order == "mindiesd" and h % 8 == 0 and w % 8 == 0:
         first = tiles(h, w)
     first = [y * w + x for y, x in first]
@@ -76,7 +78,7 @@ def layout(
     bodies, firsts, inside = [], [], set()
     for number, span in enumerate(spans):
         t, h, w = span["latent_shape"]
-        body, first = clip_parts(t, h, w, token_order if token_order != "raster" else "window")
+        body, first = clip_parts(t, h, w, token_order if token_order != "raster" else "window", first_frame)
         bodies += [span["start"] + i for i in body]
         firsts += [span["start"] + i for i in first]
         owner.update({span["start"] + i: number for i in (body if first_frame else body + first)})

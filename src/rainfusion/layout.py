@@ -185,10 +185,10 @@ def _image_order(spec: LayoutSpec, h: int, w: int) -> Tensor:
 
 
 def _first_frame_order(spec: LayoutSpec, h: int, w: int) -> Tensor:
-    """Raster: it is protected whole. The reference tiles it where the tiles fit."""
-    if spec.token_order == "mindiesd" and h % _TILE == 0 and w % _TILE == 0:
-        return _tile_key(h, w).argsort()
-    return torch.arange(h * w)
+    """Raster where it is protected whole, else an image's windows. The reference tiles it where the tiles fit."""
+    if spec.token_order == "mindiesd":
+        return _tile_key(h, w).argsort() if h % _TILE == 0 and w % _TILE == 0 else torch.arange(h * w)
+    return torch.arange(h * w) if spec.first_frame else _window_key(1, h, w, IMAGE_WINDOW).argsort()
 
 
 def _later_frames_order(spec: LayoutSpec, t: int, h: int, w: int) -> Tensor:
