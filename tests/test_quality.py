@@ -14,9 +14,10 @@ import torch
 from rainfusion import TokenLayout, cli
 from rainfusion.lab import methods, metrics, model, rules, weights
 from rainfusion.lab.methods import METHODS, Attend, ours, rule
-from rainfusion.lab.model import Config, DiT, Place
+from rainfusion.lab.model import Config, Place
 from rainfusion.tools import comparison, quality
 from rainfusion.tools.comparison import Comparison, Row
+from test_lab import random_model
 
 pytest.importorskip("safetensors")
 
@@ -47,16 +48,8 @@ def blocks_of(layout):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Weights that do something: those of a new model leave its input alone."""
-    torch.manual_seed(0)
-    made = DiT(TINY)
-    with torch.no_grad():
-        for weight in (made.modulation.weight, made.last.weight, made.pixels.weight):
-            weight.normal_(0, 0.05)
-        for block in made.blocks:
-            block.offset.normal_(0, 0.5)
     path = tmp_path_factory.mktemp("lab") / "tiny.safetensors"
-    weights.save(path, TINY, dict(made.named_parameters()), {})
+    weights.save(path, TINY, dict(random_model(TINY).named_parameters()), {})
     return path
 
 

@@ -64,8 +64,10 @@ def curves(
     squared_norm = q.new_ones((batch, heads), dtype=torch.float32)
     if len(rows) == 0:
         return Curves(squared_error, squared_norm, k_layout.num_protected)
-    k_means, v_means = (block_means(x, k_layout, keep) if options.compensate else None for x in (k, v))
-    weights = compensation.log_weights(k_layout, keep, bias, batch, k.device)
+    means = None
+    if options.compensate:
+        weights = compensation.log_weights(k_layout, keep, bias, batch, k.device)
+        means = block_means(k, k_layout, keep), block_means(v, k_layout, keep), weights
     size = len(tokens) * columns * (4 * head_dim + 3 * k_layout.block_size) * 4
     for b in range(batch):
         removed = None if keep is None else ~keep[b]
@@ -81,7 +83,8 @@ def curves(
             base = base.masked_fill(base == -torch.inf, 0.0)
             exact = _exact_parts(logits - base, values, k_layout)
             stand_in = None
-            if k_means is not None and v_means is not None:
+            if means is not None:
+                k_means, v_means, weights = means
                 found = (queries @ k_means[b, of_keys].mT + weights[b] - base).exp()  # [h, R, NK]
                 stand_in = _Parts(found, found.unsqueeze(-1) * v_means[b, of_keys].unsqueeze(1))
             ranked = scores[b, slab].index_select(1, rows).masked_fill(k_layout.protected, torch.inf)

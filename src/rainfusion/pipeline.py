@@ -124,11 +124,11 @@ def predict(
     numbers = _numbers(q, k, options, share)
     if runner in backends.FUSED:
         return backends.FUSED[runner].predict(q, k, keep, options, numbers, q_layout, k_layout)
-    live = None if keep is None else live_blocks(k_layout, keep)
     if options.strategy == "rf_v2":
-        scores = _scores(q, k, keep, live, options, q_layout, k_layout, share)
+        scores = _scores(q, k, keep, options, q_layout, k_layout, share)
         number = budgets.on_device(numbers, q.device).expand(len(q), q.shape[1])
         return _select_best(scores, number, options.exact_budget, options.block_size, q_layout, k_layout)
+    live = None if keep is None else live_blocks(k_layout, keep)
     scores = antidiagonal_mass(q, k, options.scale, keep, options.is_causal)
 
     def select(part: Tensor, b: int, slab: slice) -> Tensor:
@@ -179,8 +179,7 @@ def block_scores(
     """By which rf_v2 ranks, fp32 [B, H, NQ, NK]."""
     if runner in backends.FUSED:
         return backends.triton.scores(q, k, keep, options, q_layout, k_layout)
-    live = None if keep is None else live_blocks(k_layout, keep)
-    return _scores(q, k, keep, live, options, q_layout, k_layout, None)
+    return _scores(q, k, keep, options, q_layout, k_layout, None)
 
 
 def _select_best(
@@ -219,7 +218,6 @@ def _scores(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
-    live: Tensor | None,
     options: Options,
     q_layout: TokenLayout,
     k_layout: TokenLayout,
@@ -230,6 +228,7 @@ def _scores(
     q_means, k_means = block_means(q, q_layout, None, parts), block_means(k, k_layout, keep, parts)
     q_means = q_means if share is None else share.in_place(q_means, parts)
     if parts == 1:
+        live = None if keep is None else live_blocks(k_layout, keep)
         scores = mean_scores(q_means, k_means, options.scale, live)
     else:
         q_live = present(q_layout, parts, q.device)

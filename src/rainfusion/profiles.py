@@ -6,7 +6,7 @@ A profile is a small JSON file. It names the layers of one kind of model, and ho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from typing import Any
 from rainfusion import arguments
 
 FORMAT = "rainfusion profile 1"
-OPTIONS = ("token_order", "predictor", "compensate", "first_frame")  # what budgets depend on
+OPTIONS: dict[str, Callable[[Any], object]] = {  # what budgets depend on -> its check
+    "token_order": lambda value: arguments.order_and_window(value, 128),
+    "predictor": lambda value: arguments.choice("predictor", value, tuple(arguments.PREDICTORS)),
+    "compensate": lambda value: arguments.flag("compensate", value),
+    "first_frame": lambda value: arguments.choice("first_frame", value, arguments.FIRST_FRAMES),
+}
 
 
 @dataclass(frozen=True)
@@ -40,17 +45,8 @@ class Profile:
         unknown = set(self.options) - set(OPTIONS)
         if unknown:
             raise ValueError(f"options must be some of {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}")
-        given = {
-            "token_order": "window",
-            "predictor": "mean",
-            "compensate": False,
-            "first_frame": "keys",
-            **self.options,
-        }
-        arguments.order_and_window(given["token_order"], 128)
-        arguments.choice("predictor", given["predictor"], tuple(arguments.PREDICTORS))
-        arguments.flag("compensate", given["compensate"])
-        arguments.choice("first_frame", given["first_frame"], arguments.FIRST_FRAMES)
+        for name, value in self.options.items():
+            OPTIONS[name](value)
 
     def arguments(self, layer: str) -> dict[str, Any]:
         """Keywords of `sparse_attention` for a layer."""

@@ -132,9 +132,7 @@ def choose_blocks(
     if mask is None and options.strategy == "rf_v2":  # light rows are all alike
         assert keys.means is not None
         found = _scores(block_means(q, q_layout, parts=options.parts), keys.means, keep, options, q_layout, k_layout)
-        number = budgets.on_device(numbers, q.device) if len(numbers) > 1 else numbers[0]
-        mask = keep_best(found, number, options.exact_budget, options.block_size, q_layout, k_layout)
-        return mask, q_layout.protected_first
+        return _best_blocks(found, numbers, options, q_layout, k_layout), q_layout.protected_first
     if mask is None and options.strategy == "ada_bsa":
         mask = _keep_mass(q, keys.k, keep, options, keys.length)
     if mask is None:
@@ -159,8 +157,7 @@ def predict(
     with device_guard(q):
         if options.strategy == "rf_v2":
             found = scores(q, k, keep, options, q_layout, k_layout)
-            number = budgets.on_device(numbers, q.device) if len(numbers) > 1 else numbers[0]
-            return keep_best(found, number, options.exact_budget, options.block_size, q_layout, k_layout)
+            return _best_blocks(found, numbers, options, q_layout, k_layout)
         clean = k if keep is None else k.masked_fill(~keep[:, None, :, None], 0.0)
         return _keep_mass(q, clean, keep, options, k.shape[2])
 
@@ -281,6 +278,14 @@ def _part_mass(
     if keep is not None:
         mass.masked_fill_(~live_blocks(k_layout, keep)[:, None, None], -torch.inf)
     return mass
+
+
+def _best_blocks(
+    scores: Tensor, numbers: list[int], options: Options, q_layout: TokenLayout, k_layout: TokenLayout
+) -> BlockMask:
+    """numbers: one for each head, or one for all, which needs no tensor."""
+    number = budgets.on_device(numbers, scores.device) if len(numbers) > 1 else numbers[0]
+    return keep_best(scores, number, options.exact_budget, options.block_size, q_layout, k_layout)
 
 
 def keep_best(

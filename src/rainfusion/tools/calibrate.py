@@ -72,10 +72,9 @@ def _of_lab(plan: Plan) -> Profile:
             f"the lab draws prompts of its own, and squares: leave out {', '.join(refused)}; see --samples"
         )
     model, recorder, bar = lab.load(device=plan.device), Recorder(plan.sparsity), _bar()
-    options = {"first_frame": "keys", **plan.options}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        checked = arguments.options(q, k, predicts=True, sparsity=plan.sparsity, **arguments_at(place), **options)
+        checked = arguments.options(q, k, predicts=True, sparsity=plan.sparsity, **arguments_at(place), **plan.options)
         runner = backends.choose("auto", q, k, v, None, checked)
         recorder.add(str(place.layer), q, k, v, None, None, checked, runner)
         bar.update()
@@ -86,7 +85,7 @@ def _of_lab(plan: Plan) -> Profile:
     lab.sample(model, lab.random_prompts(plan.count, torch.Generator().manual_seed(0)), attention=attend, **chosen)
     bar.close()
     calls = sum(layer.calls for layer in recorder.layers.values())
-    return Profile(allocate(recorder.layers, plan.sparsity), plan.sparsity, options, dict(model=LAB, calls=calls))
+    return Profile(allocate(recorder.layers, plan.sparsity), plan.sparsity, plan.options, dict(model=LAB, calls=calls))
 
 
 def _of_pipeline(plan: Plan) -> Profile:
