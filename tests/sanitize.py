@@ -35,6 +35,7 @@ CALLS = {
     "dense": (LENGTH, 400, 128, None, dict(return_lse=True)),
     "submeans, compensated": (LENGTH, LENGTH, 128, None, dict(RF_V2, **VIDEO, predictor="submeans", compensate=True)),
     "compensated, key mask": (LENGTH, LENGTH, 64, "bool", dict(RF_V2, compensate=True, return_lse=True)),
+    "compensated, many blocks": (200, 128 * 130 + 7, 128, None, dict(RF_V2, compensate=True, return_lse=True)),
     "budgets by head": (LENGTH, LENGTH, 128, None, dict(RF_V2, **VIDEO) | dict(sparsity=[0.9, 0.5, 0.3, 0.7])),
     "target error": (LENGTH, LENGTH, 128, None, dict(VIDEO, sparse_type="rf_v2", target_error=0.3)),
     "head dim 40": (LENGTH, LENGTH, 40, None, dict(RF_V2, **VIDEO)),

@@ -110,6 +110,7 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
     video = dict(sparse_type="rf_v2", sparsity=0.5, latent_shape_q=GRID, latent_shape_k=GRID, txt_len=TXT)
     for precision in ("native", "fp8", "int8"):
         yield Call(torch.bfloat16, 128, dict(video, precision=precision))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision, compensate=True))
         if not everything:
             continue
         for dtype in (torch.bfloat16, torch.float16):
@@ -117,6 +118,7 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
                 yield Call(dtype, head_dim, dict(video, precision=precision))
                 yield Call(dtype, head_dim, dict(video, precision=precision, scale=-1.0), masked=True, return_lse=True)
                 yield Call(dtype, head_dim, dict(precision=precision), given=True, return_lse=True)
+                yield Call(dtype, head_dim, dict(video, precision=precision, compensate=True), masked=True)
         yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision), strided=True)
 
 
@@ -201,7 +203,6 @@ def launches(target: Target, everything: bool) -> list[Launch]:
 def run(call: Call, backend: Any) -> None:
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
     from rainfusion import BlockMask, arguments, budgets, pipeline
-    from rainfusion.backends import triton
 
     def tensor(heads: int) -> torch.Tensor:
         if call.strided:
@@ -223,10 +224,6 @@ def run(call: Call, backend: Any) -> None:
     )
     if not call.given:
         backend.predict(q, k, keep, options, numbers, *layouts)
-    if options.compensate:
-        full = BlockMask.full(1, 4, LENGTH, LENGTH, block_size=options.block_size)
-        weights, lse = torch.zeros(1, layouts[1].num_blocks), torch.zeros(1, 4, LENGTH)
-        triton.compensate(q, k, v, torch.empty_like(q), lse, full, keep, weights, options.scale, *layouts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,21 +257,36 @@ def resources(binary: Any) -> str:
         match = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
         found = f"{match[1]} registers, stack {match[2]}" if match else "registers unknown"
         if binary.metadata.name == "hopper_attention_kernel":
-            found += f", {overlapped_exponentials(file.name)} exponentials while P V runs"
+            code = disassembled(file.name)
+            found += (
+                f", {moved_in_loops(code)} moves in loops, {overlapped_exponentials(code)} exponentials while P V runs"
+            )
     return found
 
 
-def overlapped_exponentials(cubin: str) -> int:
+def disassembled(cubin: str) -> list[str]:
+    from triton import knobs
+
+    command = [knobs.nvidia.nvdisasm.path, "-c", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def moved_in_loops(code: list[str]) -> int:
+    """The most instructions, in a loop with products, that move what registers should hold or hold together."""
+    labels = {match[1]: i for i, line in enumerate(code) if (match := re.match(r"\s*(\.L_x_\w+):", line))}
+    jumps = ((i, re.search(r"@!?U?P\d+ BRA `\((\.L_x_\w+)\)", line)) for i, line in enumerate(code))
+    loops = [(labels[match[1]], i) for i, match in jumps if match and labels[match[1]] < i]
+    loops = [(start, end) for start, end in loops if sum("gsb0, 0x1" in line for line in code[start:end]) == 1]
+    return max(sum(bool(re.search(r"\b(LDL|STL|PRMT)\b", line)) for line in code[a:b]) for a, b in loops)
+
+
+def overlapped_exponentials(code: list[str]) -> int:
     """Of each warpgroup's loop: how many stand between the wait for Q K^T, with P V under way, and the wait for P V.
 
     The compiler may move the latter up; then nothing overlaps, and the kernel is a tenth slower.
     """
-    from triton import knobs
-
-    command = [knobs.nvidia.nvdisasm.path, "-c", cubin]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     counts, counting = [], False
-    for line in code.splitlines():
+    for line in code:
         if "WARPGROUP.DEPBAR" in line:
             counting = "gsb0, 0x1" in line  # all but the last product are done
             if counting:

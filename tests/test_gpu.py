@@ -26,6 +26,7 @@ pytestmark = [
 
 RF_V2 = dict(sparse_type="rf_v2", sparsity=0.6)
 CALL = dict(RF_V2, **VIDEO)  # the usual one
+COMPENSATED = dict(CALL, predictor="submeans", compensate=True, first_frame="keys")  # that of a pipeline
 TOKEN = LENGTH // 4  # one somewhere
 QUANTISED = ["fp8", "int8"]
 PRECISIONS = ["native", *QUANTISED]
@@ -389,12 +390,13 @@ def test_nan_in_a_query_stays_in_its_row(backend):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*(("rf_v2", precision) for precision in PRECISIONS), *(("video", precision) for precision in PRECISIONS),
+    [*((name, precision) for name in ("rf_v2", "video", "compensated") for precision in PRECISIONS),
      ("ada_bsa", "native"), ("dense", "native")],
 )  # fmt: skip
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_removed_keys_may_hold_anything(backend, name, precision, junk):
-    calls = {"rf_v2": RF_V2, "video": CALL, "ada_bsa": dict(sparse_type="ada_bsa", sparsity=0.6), "dense": {}}
+    ada_bsa = dict(sparse_type="ada_bsa", sparsity=0.6)
+    calls = {"rf_v2": RF_V2, "video": CALL, "compensated": COMPENSATED, "ada_bsa": ada_bsa, "dense": {}}
     kwargs = dict(calls[name], precision=precision, return_lse=True)
     q, k, v = gpu.qkv()
     keep = gpu.key_mask("blocks", 2, LENGTH)
@@ -460,12 +462,15 @@ def test_fresh_memory_is_poisoned_here_too(dtype):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(
-    ("name", "kind"), [("none", None), ("video", None), ("none", "float"), ("video", "float"), ("ada_bsa", None)]
-)
+    ("name", "kind"),
+    [("none", None), ("video", None), ("none", "float"), ("video", "float"), ("ada_bsa", None), ("compensated", None),
+     ("compensated", "float")],
+)  # fmt: skip
 def test_nothing_outside_the_inputs_is_read(backend, precision, dtype, name, kind):
     """Each input lies in a sea of NaN, and the result does not change by a bit."""
     q, k, v = gpu.qkv(dtype=dtype)
-    kwargs = dict(sparse_type="ada_bsa", sparsity=0.6) if name == "ada_bsa" else dict(RF_V2, **LAYOUTS[name][1])
+    others = {"ada_bsa": dict(sparse_type="ada_bsa", sparsity=0.6), "compensated": COMPENSATED}
+    kwargs = dict(others[name]) if name in others else dict(RF_V2, **LAYOUTS[name][1])
     attn_mask = gpu.key_mask(kind, 2, LENGTH)
     kwargs.update(precision=precision, return_lse=True, return_mask=True)
     plain = gpu.attend(backend, q, k, v, attn_mask, **kwargs)
@@ -579,6 +584,33 @@ def test_compensation_is_that_of_the_reference(backend, dtype, kind, name):
     assert (out.double().cpu() - exact).abs().max() <= max(8 * eps, 2e-5) * scale
     seen = exact_lse > -math.inf
     assert (lse.cpu() - exact_lse)[seen].abs().max() <= max(8 * eps, 2e-5) * max(1.0, exact_lse[seen].abs().max())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("kind", [None, "float", "blocks", "nothing"])
+def test_compensation_in_every_precision(backend, precision, dim, kind):
+    """More keys than 128 blocks have, rows that keep none of them, other lengths of q and k: against the definition."""
+    q, k, v = gpu.qkv(300, 128 * 130 + 40, batch=1, dim=dim)
+    k = k + torch.randn(131, dim, device=gpu.DEVICE, dtype=BF16).repeat_interleave(128, 0)[: k.shape[2]]
+    attn_mask = torch.zeros(1, k.shape[2], dtype=torch.bool, device=gpu.DEVICE)
+    attn_mask = attn_mask if kind == "nothing" else gpu.key_mask(kind, 1, k.shape[2])
+    dense = gpu.random_mask(q, k, density=0.2)
+    dense[0, 0, 1], dense[0, 1, 0] = False, True
+    kwargs = dict(sparse_type="rf_v2", compensate=True, return_lse=True, mask=BlockMask.from_dense(dense))
+    result = gpu.attend(backend, q, k, v, attn_mask, precision=precision, **kwargs)
+    if result is None:
+        return
+    out, lse = result
+    there = [x.float().cpu() for x in (q, k, v)]
+    kwargs["mask"] = kwargs["mask"].to("cpu")
+    exact, exact_lse = sparse_attention(*there, None if attn_mask is None else attn_mask.cpu(), **kwargs)
+    if kind == "nothing":
+        assert (out == 0).all() and lse.isneginf().all()
+        return
+    most = {"native": 0.004, **MOST}[precision]
+    assert (out.cpu() - exact).norm() <= 1.2 * most * exact.norm()
+    gpu.assert_lse(lse.cpu(), exact_lse.double(), {"native": 0.01, "fp8": 0.2, "int8": 0.1}[precision])
 
 
 def test_a_target_error_is_kept_on_the_device_as_on_the_cpu(backend):
@@ -739,6 +771,10 @@ CALLS = {
     "fp8": dict(CALL, precision="fp8", return_lse=True),
     "int8": dict(CALL, precision="int8", return_lse=True),
     "all results": dict(CALL, return_lse=True, return_mask=True),
+    "compensated": dict(COMPENSATED, return_lse=True),
+    "compensated, fp8": dict(COMPENSATED, precision="fp8"),
+    "by head": dict(CALL, sparsity=[0.9, 0.3, 0.6, 0.5]),
+    "by error": dict(VIDEO, sparse_type="rf_v2", target_error=0.3),
     "ada_bsa": dict(sparse_type="ada_bsa", **ADA_BSA[1], return_lse=True),
     "causal": dict(sparse_type="ada_bsa", **ADA_BSA[2], return_lse=True),
     "dense": dict(return_lse=True),

@@ -67,6 +67,33 @@ def test_keys_and_values_come_back(layout, precision, dim):
     assert_e4m3(values_in_order(keys, dim), in_blocks(v, layout), keys.scales.v[:, :, None, None, :])
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, masked):
+    k, v = inputs(layout)
+    keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6 if masked else None
+    if masked:
+        keep[:, layout.order[:128]] = False  # a whole block
+    keys = hopper.prepare(k, v, layout, keep, None, pool=1, stand_ins=True, precision=precision)
+    blocks = layout.num_blocks
+    for x, ours in ((k, keys.k.float().unflatten(2, (-1, 128)) * keys.scales.k[..., None, None]),
+                    (v, values_in_order(keys, DIM))):  # fmt: skip
+        exact = block_means(x.cpu(), layout.to("cpu"), None if keep is None else keep.cpu()).to(DEVICE)
+        smoothing = keys.scales.k_mean[:, :, None] if x is k else 0.0
+        assert ours.shape[2] == blocks + 1
+        back = ours[:, :, blocks, :blocks]
+        scale = keys.scales.k[:, :, blocks, None, None] if x is k else keys.scales.v[:, :, None]
+        if x is k and precision == "int8":
+            assert ((back - (exact - smoothing)).abs() <= 0.51 * scale).all()
+        else:
+            assert_e4m3(back, exact - smoothing, scale)
+        assert (ours[:, :, blocks, blocks:] == 0).all()  # what is behind them counts nothing, and is a number
+    number = torch.ones(2, layout.seq_len, device=DEVICE) if keep is None else keep.float()
+    number = in_blocks(number[:, None, :, None], layout).sum((1, 3, 4))
+    torch.testing.assert_close(keys.weights[:, :blocks].exp2().expand(2, -1), number)
+    assert keys.weights[:, blocks:].isneginf().all()
+
+
 def test_the_mean_is_taken_away_and_the_range_is_used(layout):
     k, v = inputs(layout)
     keys = hopper.prepare(k, v, layout, None, None, pool=True, precision="int8")

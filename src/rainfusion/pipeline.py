@@ -81,11 +81,13 @@ def attend_in(
         mask.check_values()
     elif options.target_error and not _empty(q, k):
         mask = _predict_for_error(q, k, v, keep, bias, options, q_layout, k_layout, runner)
-    if options.compensate and not _empty(q, k):
+    if options.compensate and runner not in backends.FUSED and not _empty(q, k):
         without = options._replace(compensate=False)
         out, lse, mask = attend_in(q_layout, k_layout, q, k, v, keep, bias, mask, without, runner, True, share)
         assert lse is not None and mask is not None
-        out, lse = _compensated(q, k, v, out, lse, mask, keep, bias, options.scale, q_layout, k_layout, runner)
+        weights = compensation.log_weights(k_layout, keep, bias, len(k), k.device)
+        k_means, v_means = block_means(k, k_layout, keep), block_means(v, k_layout, keep)
+        out, lse = compensation.add(q, out, lse, mask, k_means, v_means, weights, q_layout, options.scale)
         return out, lse if return_lse else None, mask
     numbers = _numbers(q, k, options, share) if mask is None else []
     if runner in backends.FUSED and not _empty(q, k):
@@ -191,27 +193,6 @@ def _select_best(
         return keep_best(part, number[b, slab], q_layout.protected, k_layout.protected, free_only)
 
     return _select_in_slabs(scores, select, block_size)
-
-
-def _compensated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: BlockMask,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    runner: str,
-) -> tuple[Tensor, Tensor]:
-    weights = compensation.log_weights(k_layout, keep, bias, len(k), k.device)
-    if runner in backends.FUSED:
-        return backends.triton.compensate(q, k, v, out, lse, mask, keep, weights, scale, q_layout, k_layout)
-    k_means, v_means = block_means(k, k_layout, keep), block_means(v, k_layout, keep)
-    return compensation.add(q, out, lse, mask, k_means, v_means, weights, q_layout, scale)
 
 
 def _scores(

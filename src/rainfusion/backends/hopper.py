@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.metadata import version
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.arguments import Options
 from rainfusion.backends import triton
-from rainfusion.backends.triton import LOG2E, Keys, device_guard, predict
+from rainfusion.backends.triton import LOG2E, Keys, Scales, choose_blocks, device_guard, predict
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
 
@@ -50,25 +50,6 @@ def why_not(
     return None
 
 
-class Scales(NamedTuple):
-    """What turns quantised keys and values back, all fp32."""
-
-    k: Tensor  # [B, Hk, NK]
-    v: Tensor  # [B, Hk, D]
-    k_mean: Tensor  # [B, Hk, D], which was subtracted from every key
-
-
-class HopperKeys(NamedTuple):
-    """`triton.Keys`; quantised v is [B, Hk, NK * padded D, 128], its blocks transposed."""
-
-    k: Tensor
-    v: Tensor
-    means: Tensor | None
-    bias: Tensor | None
-    length: int
-    scales: Scales | None
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -87,28 +68,16 @@ def attend(
     with device_guard(q):
         if mask is None and options.strategy == "ada_bsa" and options.precision != "native":
             mask = predict(q, k, keep, options, numbers, q_layout, k_layout)  # from k as it is
-        pool = triton.pooled_parts(mask, options)
-        keys = prepare(k, v, k_layout, keep, bias, pool=pool, precision=options.precision)
+        keys = prepare(
+            k, v, k_layout, keep, bias, pool=triton.pooled_parts(mask, options), stand_ins=options.compensate,
+            precision=options.precision,
+        )  # fmt: skip
         mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
         out, lse = attend_blocks(
             q, keys, mask, rows, q_layout, scale=options.scale, is_causal=False, inner_precise=options.inner_precise,
             return_lse=return_lse,
         )  # fmt: skip
     return out, lse, mask
-
-
-def choose_blocks(
-    q: Tensor,
-    keys: HopperKeys,
-    mask: BlockMask | None,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    keep: Tensor | None,
-    options: Options,
-    numbers: list[int],
-) -> tuple[BlockMask, Tensor]:
-    """Same contract as `triton.choose_blocks`."""
-    return triton.choose_blocks(q, Keys(*keys[:5]), mask, q_layout, k_layout, keep, options, numbers)
 
 
 def prepare(
@@ -119,46 +88,62 @@ def prepare(
     bias: Tensor | None,
     *,
     pool: int,
+    stand_ins: bool = False,
     precision: str = "native",
-) -> HopperKeys:
+) -> Keys:
     """Same contract as `triton.prepare`, and quantises."""
     if precision == "native":
         copy = not (_suits_copy_engine(k) and _suits_copy_engine(v))
-        return HopperKeys(*triton.prepare(k, v, layout, keep, bias, pool=pool, copy=copy), scales=None)
+        return triton.prepare(k, v, layout, keep, bias, pool=pool, stand_ins=stand_ins, copy=copy)
 
     from rainfusion.kernels import quantise
 
     batch, heads, length, head_dim = k.shape
     blocks, padded = layout.num_blocks, _padded(head_dim)
+    key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
+    weights = triton.stand_in_weights(layout, key_bias, k.device) if stand_ins else None
+    spare = 0 if weights is None else weights.shape[1] // _BLOCK
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*k.stride(), *v.stride(), heads, length, blocks)
-    means, largest = (k.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32) for _ in range(2))
+    means, v_means, largest = (k.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32) for _ in range(3))
     k_mean, v_scale = (k.new_empty((batch, heads, head_dim), dtype=torch.float32) for _ in range(2))
-    k_scale = k.new_empty((batch, heads, blocks), dtype=torch.float32)
+    k_scale = k.new_empty((batch, heads, blocks + spare), dtype=torch.float32)
     k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
-    k_out = k.new_empty((batch, heads, blocks * _BLOCK, head_dim), dtype=k_type)
-    v_out = k.new_empty((batch, heads, blocks * padded, _BLOCK), dtype=torch.float8_e4m3fn)
+    k_out = k.new_empty((batch, heads, (blocks + spare) * _BLOCK, head_dim), dtype=k_type)
+    v_out = k.new_empty((batch, heads, (blocks + spare) * padded, _BLOCK), dtype=torch.float8_e4m3fn)
     grid = (batch * heads * blocks,)
     quantise.statistics_kernel[grid](
-        k, v, layout.order, flags, means, largest, *strides, **sizes, num_warps=triton.row_warps(k)
+        k,
+        v,
+        layout.order,
+        flags,
+        means,
+        v_means if stand_ins else None,
+        largest,
+        *strides,
+        **sizes,
+        num_warps=triton.row_warps(k),
     )
     quantise.channels_kernel[(batch * heads,)](
         means, largest, k_mean, v_scale, blocks, D=head_dim, D_PAD=padded, ROWS=32, num_warps=4
     )
-    quantise.quantise_kernel[grid](
-        k, v, layout.order, flags, k_mean, v_scale, k_out, v_out, k_scale, *strides, **sizes, INT8=precision == "int8",
-        num_warps=2 * triton.row_warps(k),
-    )  # fmt: skip
-    key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
+    found = (k_mean, v_scale, k_out, v_out, k_scale)
+    total = dict(ALL=blocks + spare, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
+    quantise.quantise_kernel[grid](k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes)
+    if stand_ins:  # the means, as blocks of keys and values behind the others
+        quantise.quantise_kernel[(batch * heads * spare,)](
+            means, v_means, layout.order, None, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
+            FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False, HAS_KEEP=False),
+        )  # fmt: skip
     if pool > 1:
         means = triton.block_means(k, layout, keep, pool)
-    return HopperKeys(k_out, v_out, means, key_bias, length, Scales(k_scale, v_scale, k_mean))
+    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean))
 
 
 def attend_blocks(
     q: Tensor,
-    keys: HopperKeys,
+    keys: Keys,
     mask: BlockMask,
     rows: Tensor,
     q_layout: TokenLayout,
@@ -176,17 +161,20 @@ def attend_blocks(
     padded = _padded(head_dim)
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
+    spare = 0 if keys.weights is None else keys.weights.shape[1] // _BLOCK
     flags = None
     if keys.bias is not None:  # which blocks have a bias at all
-        flags = triton.as_bytes((keys.bias != 0).view(batch, -1, _BLOCK).any(-1))
+        flags = triton.as_bytes(F.pad((keys.bias != 0).view(batch, -1, _BLOCK).any(-1), (0, spare)))
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     hopper_attention_kernel[(batch * heads * mask.num_q_blocks,)](
         q, _descriptor(keys.k, _BLOCK, padded), _descriptor(keys.v, *((padded, _BLOCK) if quant else (_BLOCK, padded))),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
-        None if q_layout.is_identity else q_layout.order, keys.bias, flags, k_scale, v_scale, k_mean,
+        None if q_layout.is_identity else q_layout.order, keys.bias, flags,
+        triton.stand_in_bias(mask, keys), k_scale, v_scale, k_mean,
         *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(scale) * LOG2E,
-        mask.num_q_blocks, mask.num_k_blocks, heads, heads // keys.k.shape[1], q_len, keys.length,
+        mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, heads // keys.k.shape[1], q_len,
+        keys.length,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=scale < 0, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -75,14 +75,24 @@ def installed() -> bool:
     return find_spec("triton") is not None
 
 
+class Scales(NamedTuple):
+    """What turns quantised keys and values back, all fp32."""
+
+    k: Tensor  # [B, Hk, blocks]
+    v: Tensor  # [B, Hk, D]
+    k_mean: Tensor  # [B, Hk, D], which was subtracted from every key
+
+
 class Keys(NamedTuple):
     """Keys and values in block order, and what was found on the way."""
 
-    k: Tensor  # [B, Hk, at least Sk, D]
-    v: Tensor
+    k: Tensor  # [B, Hk, at least Sk, D]; the means that stand in for blocks, if asked for, from NK * block_size on
+    v: Tensor  # the same; quantised [B, Hk, blocks * padded D, 128], its blocks transposed
     means: Tensor | None  # fp32 [B, Hk, NK * parts, D], if asked for
     bias: Tensor | None  # fp32 [B, NK * block_size] in units of log2, -inf where a key does not count
     length: int  # Sk
+    weights: Tensor | None = None  # fp32 [B or 1, whole blocks of means] of those that stand in: log2 of their keys
+    scales: Scales | None = None  # if quantised
 
 
 def attend(
@@ -104,7 +114,8 @@ def attend(
     `numbers`: blocks that rf_v2 keeps in a row, see `budgets.numbers`.
     """
     with device_guard(q):
-        keys = prepare(k, v, k_layout, keep, bias, pool=pooled_parts(mask, options))
+        parts = pooled_parts(mask, options)
+        keys = prepare(k, v, k_layout, keep, bias, pool=parts, stand_ins=options.compensate)
         mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
         out, lse = attend_blocks(
             q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
@@ -174,31 +185,35 @@ def prepare(
     bias: Tensor | None,
     *,
     pool: int,
+    stand_ins: bool = False,
     copy: bool = False,
 ) -> Keys:
     """k, v [B, Hk, Sk, D] -> in block order. Without an order or a mask nothing is copied, unless asked for.
 
-    `pool`: so many means of each block; one is found on the way.
+    `pool`: so many means of each block; one is found on the way. `stand_ins`: the means of k and v follow the last
+    block, for blocks that are skipped.
     """
     total_bias = None if keep is None else key_bias(layout, keep, bias)
-    if layout.is_identity and keep is None and not copy:
+    if layout.is_identity and keep is None and not (copy or stand_ins):
         return Keys(k, v, block_means(k, layout, parts=pool) if pool else None, total_bias, k.shape[2])
 
     from rainfusion.kernels import blocks
 
     batch, heads, length, head_dim = k.shape
-    rows = layout.num_blocks * layout.block_size
+    weights = stand_in_weights(layout, total_bias, k.device) if stand_ins else None
+    spare = 0 if weights is None else weights.shape[1] // layout.block_size
+    rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
     means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool == 1 else None
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
-        heads, length, layout.num_blocks,
+        heads, length, layout.num_blocks, spare,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, POOL=pool == 1, num_warps=2 * row_warps(k),
+        HAS_KEEP=keep is not None, POOL=pool == 1, STAND_INS=stand_ins, num_warps=2 * row_warps(k),
     )  # fmt: skip
     if pool > 1:
         means = block_means(k, layout, keep, pool)
-    return Keys(k_out, v_out, means, total_bias, length)
+    return Keys(k_out, v_out, means, total_bias, length, weights)
 
 
 def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, parts: int = 1) -> Tensor:
@@ -260,20 +275,20 @@ def _part_mass(
     k_layout: TokenLayout,
 ) -> Tensor:
     """`predictors.part_mass`"""
-    from rainfusion.kernels import ranking
+    from rainfusion.kernels import ranking, tuning
 
     parts, size = options.parts, options.block_size // options.parts
     batch, heads, _, head_dim = q_means.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
     mass = q_means.new_empty((batch, heads, rows, columns))
-    live = present(k_layout, parts, k_means.device).expand(batch, -1)
-    live = live if keep is None else live_blocks(k_layout, keep, parts)
-    tile = 64
-    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * parts / tile),)](
-        q_means, k_means, as_bytes(live), mass, *q_means.stride(), *k_means.stride(), options.scale, heads,
-        heads // k_means.shape[1], rows, columns, math.ceil(q_layout.seq_len / size), columns * parts,
-        D=head_dim, BM=tile, BN=tile, BD=32, IS_CAUSAL=False, PRECISION=_exact_products(q_means), STRIDE=1,
-        GROUPS=parts, num_warps=4,
+    live = present(k_layout, parts, k_means.device)[None] if keep is None else live_blocks(k_layout, keep, parts)
+    tile = tuning.part_tile(_capability(q_means), _padded(head_dim))
+    ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
+        q_means, k_means, as_bytes(live), mass, columns * parts if len(live) > 1 else 0, options.scale, heads,
+        heads // k_means.shape[1], rows, columns, math.ceil(q_layout.seq_len / size),
+        D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, BM=tile.queries, BN=tile.keys,
+        # products of tf32: means of 32 tokens say less than their eleven bits
+        PRECISION=_products(q_means, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if keep is not None:
         mass.masked_fill_(~live_blocks(k_layout, keep)[:, None, None], -torch.inf)
@@ -327,8 +342,7 @@ def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_le
     ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
         q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
         q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
-        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), STRIDE=8, GROUPS=16, num_warps=tile.warps,
-        num_stages=tile.stages,
+        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
     live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))
@@ -370,49 +384,52 @@ def attend_blocks(
     batch, heads, q_len, head_dim = q.shape
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
-    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
+    stand_ins = stand_in_bias(mask, keys)
+    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize, stand_ins is not None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
     queries = min(tile.queries, mask.block_size)
     attention.attention_kernel[(batch * heads * mask.num_q_blocks * (mask.block_size // queries),)](
-        q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias,
+        q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
-        scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len, keys.length,
+        scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks,
+        0 if keys.weights is None else keys.weights.shape[1] // mask.block_size, q_len, keys.length,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, mask.block_size),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
-        PRECISION=_products(q, inner_precise), num_warps=tile.warps, num_stages=tile.stages,
+        STAND_INS=stand_ins is not None, PRECISION=_products(q, inner_precise), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
 
-def compensate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: BlockMask,
-    keep: Tensor | None,
-    weights: Tensor,
-    scale: float,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> tuple[Tensor, Tensor]:
-    """`compensation.add` in one kernel, in place, after a read of k and of v for their means."""
-    from rainfusion.kernels import compensation, tuning
+def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.device) -> Tensor:
+    """fp32 [B or 1, whole blocks]: log2 of the number of keys in each block; -inf where there is none, and behind."""
+    blocks, size = layout.num_blocks, layout.block_size
+    width = math.ceil(blocks / size) * size
+    if bias is not None:
+        weights = torch.logsumexp(bias.unflatten(1, (blocks, size)) / LOG2E, 2) * LOG2E
+        return F.pad(weights, (0, width - blocks), value=-torch.inf).contiguous()
+    weights = torch.full((1, width), -torch.inf, device=device)
+    weights[:, :blocks] = math.log2(size)
+    weights[:, blocks - 1] = math.log2(layout.seq_len - (blocks - 1) * size)
+    return weights
 
-    batch, heads, q_len, head_dim = q.shape
-    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
-    queries = min(tile.queries, mask.block_size)
-    with device_guard(q):
-        k_means, v_means = (block_means(x, k_layout, keep).to(q.dtype) for x in (k, v))
-        kept = as_bytes(mask.to_dense()).contiguous()
-        compensation.compensate_kernel[(batch * heads * mask.num_q_blocks * (mask.block_size // queries),)](
-            q, out, lse, kept, k_means, v_means, (weights * LOG2E).contiguous(), q_layout.order, *q.stride(),
-            *out.stride(), scale * LOG2E, heads, heads // k.shape[1], mask.num_q_blocks, mask.num_k_blocks, q_len,
-            D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, 64),
-            HAS_ORDER=not q_layout.is_identity, PRECISION=_products(q, 0), num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    return out, lse
+
+def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
+    """What the means that stand in for blocks count in each row, see `stand_ins_kernel`; None if there are none."""
+    from rainfusion.kernels import compensation
+
+    if keys.weights is None:
+        return None
+    weights = keys.weights
+    batch, heads, rows, columns = mask.indices.shape
+    width = weights.shape[1]
+    bias = torch.empty((batch, heads, rows, width + mask.block_size), dtype=torch.float32, device=weights.device)
+    compensation.stand_ins_kernel[(batch * heads * rows,)](
+        mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
+        weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
+        BLOCK=mask.block_size, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
+    )  # fmt: skip
+    return bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------

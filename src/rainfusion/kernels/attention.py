@@ -5,19 +5,34 @@ import triton.language as tl
 
 
 @triton.jit
+def _added(b_s, b_v, b_m, b_l, b_acc, PRECISION: tl.constexpr):
+    """Keys with logits b_s [BM, BN], in units of log2, and values b_v [BN, D_PAD], into the running softmax."""
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
+    b_p = tl.math.exp2(b_s - b_base[:, None])
+    b_alpha = tl.math.exp2(b_m - b_base)
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    b_acc = b_acc * b_alpha[:, None]
+    # [BM, BN] @ [BN, D_PAD] -> [BM, D_PAD]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_new, b_l, b_acc
+
+
+@triton.jit
 def attention_kernel(
-    q, k, v, out, lse, counts, indices, schedule, order, bias,
+    q, k, v, out, lse, counts, indices, schedule, order, bias, stand_ins,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-    schedule_stride, scale_log2, H, SHARED, NQ, NK, Sq, Sk,
+    schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAND_INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
     q rows are read, and out rows written, through `order`; k and v are in block order already. bias fp32
-    [B, NK * BLOCK], in units of log2, -inf where a key does not count.
+    [B, NK * BLOCK], in units of log2, -inf where a key does not count. stand_ins fp32 [B, H, NQ, (SPARE + 1) * BLOCK]:
+    the same for the means behind the keys, see `stand_ins_kernel`.
     """
     PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
     SUB: tl.constexpr = BLOCK // BN  # steps to a key block
@@ -44,6 +59,14 @@ def attention_kernel(
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, D_PAD], tl.float32)
+    if STAND_INS:
+        for ahead in tl.range(0, SPARE * BLOCK, BN, num_stages=1):
+            o_mean = (NK * BLOCK + ahead + o_n).to(tl.int64)
+            b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_d, other=0.0)
+            b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_d, other=0.0)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
+            b_s = b_s + tl.load(stand_ins + ((bh * NQ + row) * (SPARE + 1) * BLOCK + ahead) + o_n)[None, :]
+            b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
     for step in range(0, count * SUB):
         first = tl.load(p_index + step // SUB).to(tl.int64) * BLOCK + (step % SUB) * BN
         m_n = (first + o_n) < Sk
@@ -57,15 +80,7 @@ def attention_kernel(
             b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         if IS_CAUSAL and first + BN > row * BLOCK + part * BM:
             b_s = tl.where((first + o_n)[None, :] <= o_pos[:, None], b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
-        b_p = tl.math.exp2(b_s - b_base[:, None])
-        b_alpha = tl.math.exp2(b_m - b_base)
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
-        b_acc = b_acc * b_alpha[:, None]
-        # [BM, BN] @ [BN, D_PAD] -> [BM, D_PAD]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-        b_m = b_new
+        b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     p_out = out + b * out_stride_b + h * out_stride_h + o_token[:, None] * out_stride_s + o_d[None, :] * out_stride_d
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m[:, None] & m_d)

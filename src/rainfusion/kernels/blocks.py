@@ -38,13 +38,14 @@ def pool_kernel(
 @triton.jit
 def gather_kernel(
     k, v, order, keep, k_out, v_out, means,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N, SPARE,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
-    POOL: tl.constexpr,
+    POOL: tl.constexpr, STAND_INS: tl.constexpr,
 ):  # fmt: skip
-    """k, v [B, H, S, D] -> [B, H, N * BLOCK, D] in block order, and k's block means.
+    """k, v [B, H, S, D] -> [B, H, (N + SPARE) * BLOCK, D] in block order, and k's block means.
 
-    Rows past the end, and keys that were removed, are zero.
+    Rows past the end, and keys that were removed, are zero. STAND_INS: the means of block j are also row
+    N * BLOCK + j, a key and a value like others; SPARE blocks hold them.
     """
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
@@ -54,14 +55,28 @@ def gather_kernel(
     o_d = tl.arange(0, D_PAD)
     m_d = (o_d < D)[None, :]
     m_x = m_row[:, None] & m_d
-    o_out = (pid * BLOCK + tl.arange(0, BLOCK))[:, None] * D + o_d[None, :]
+    base = bh * (N + SPARE) * BLOCK
+    o_row = tl.arange(0, BLOCK)
+    o_out = (base + block * BLOCK + o_row)[:, None] * D + o_d[None, :]
     p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
     p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
     b_k = tl.load(p_k, mask=m_x, other=0.0)  # [BLOCK, D_PAD]
     b_v = tl.load(p_v, mask=m_x, other=0.0)
     tl.store(k_out + o_out, b_k, mask=m_d)
     tl.store(v_out + o_out, b_v, mask=m_d)
-    if POOL:
-        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
-        b_mean = tl.sum(b_k.to(tl.float32), 0) / number.to(tl.float32)
-        tl.store(means + pid * D + o_d, b_mean, mask=o_d < D)
+    if POOL or STAND_INS:
+        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
+        b_mean = tl.sum(b_k.to(tl.float32), 0) / number
+        if POOL:
+            tl.store(means + pid * D + o_d, b_mean, mask=o_d < D)
+        if STAND_INS:
+            o_mean = (base + N * BLOCK + block) * D + o_d
+            b_value = tl.sum(b_v.to(tl.float32), 0) / number
+            tl.store(k_out + o_mean, b_mean.to(k_out.dtype.element_ty), mask=o_d < D)
+            tl.store(v_out + o_mean, b_value.to(v_out.dtype.element_ty), mask=o_d < D)
+            if block == N - 1:  # the rows behind the last mean
+                o_rest = (base + N * BLOCK + N + o_row)[:, None] * D + o_d[None, :]
+                m_rest = (N + o_row < SPARE * BLOCK)[:, None] & m_d
+                nothing = tl.zeros([BLOCK, D_PAD], k_out.dtype.element_ty)
+                tl.store(k_out + o_rest, nothing, mask=m_rest)
+                tl.store(v_out + o_rest, nothing, mask=m_rest)

@@ -9,6 +9,7 @@ What keeps it fast, learnt by measuring and by reading the machine code (docs/pe
 - The wait for K_{j+1} stands between the softmax and the wait for P V: a wait loop ends a basic block, and without it
   ptxas moves the wait for P V above the softmax, and nothing overlaps.
 - The list is walked from its end, so that the ragged block, if kept, comes first, and the loop is free of masks.
+- Means that stand in for skipped blocks are blocks of keys too, ahead of the list, in a loop of their own.
 - Row sums stay per lane until the end, and row maxima are reduced as a shallow tree.
 - The card runs at its power limit, so that an instruction saved is worth more than one hidden.
 
@@ -94,25 +95,37 @@ def _tile(counts, rows, rows_stride, NQ, H, SHARED):
 
 
 @gluon.jit
+def _block_at(j, p_index, n, NK, ALL, STAND_INS: gl.constexpr):
+    """The j-th block of a row, or its last: those of means, NK up to ALL, then the list of n from its end."""
+    if STAND_INS:
+        ahead = ALL - NK
+        block = gl.load(p_index - gl.minimum(gl.maximum(j - ahead, 0), gl.maximum(n - 1, 0)))
+        return gl.where(j < ahead, NK + j, gl.where(n > 0, block, NK))
+    else:
+        return gl.load(p_index - gl.minimum(n - 1, j))
+
+
+@gluon.jit
 def _producer(
-    k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, H, SHARED,
-    NS: gl.constexpr, V_ROWS: gl.constexpr,
+    k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, ALL, H, SHARED,
+    NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr,
 ):  # fmt: skip
     s_q, s_k, s_v, s_o = buffers
     k_full, v_full, empty = barriers
-    b, h, kh, row, flat, n = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    n = listed + (ALL - NK)
     if n > 0:
-        p_index = indices + flat * NK + (n - 1)
-        block = gl.load(p_index)
-        following = gl.load(p_index - gl.minimum(n - 1, 1))
+        p_index = indices + flat * NK + gl.maximum(listed - 1, 0)
+        block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
+        following = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
         mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [b, kh, block * 128, 0], k_full.index(0), s_k.index(0))
         mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
         stage, phase = _advance(stage, phase, NS)
         for j in range(1, n):
-            later = gl.load(p_index - gl.minimum(n - 1, j + 1))
+            later = _block_at(j + 1, p_index, listed, NK, ALL, STAND_INS)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [b, kh, following * 128, 0], k_full.index(stage), s_k.index(stage))
@@ -235,9 +248,9 @@ def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+    q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers, barriers,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-    rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk,
+    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
     NEGATE: gl.constexpr,
 ):  # fmt: skip
@@ -257,10 +270,14 @@ def _consumer(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
     HAS_BIAS: gl.constexpr = bias is not None
+    STAND_INS: gl.constexpr = stand_ins is not None
     STREAM: gl.constexpr = HAS_BIAS or QUANT != 0  # whether consumers need to know which block they have
 
-    b, h, kh, row, flat, n = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    n = listed + (ALL - NK)
     k_bh = b.to(gl.int64) * (H // SHARED) + kh
+    if STAND_INS:
+        p_stand_ins = stand_ins + flat * ((ALL - NK + 1) * 128)
 
     # ---- Q rows, through `order`
     o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, WIDE))
@@ -289,26 +306,30 @@ def _consumer(
         b_q = _queries(s_q.index(WG), QUANT, gl.DotOperandLayout(0, S_LAYOUT, K_STEP // 8))
 
         o_n = gl.arange(0, N, COLUMNS)
-        p_index = indices + flat * NK + (n - 1)
-        block = gl.load(p_index)
+        p_index = indices + flat * NK + gl.maximum(listed - 1, 0)
+        block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
         if HAS_BIAS:
-            p_flags = flags + b.to(gl.int64) * NK
+            p_flags = flags + b.to(gl.int64) * ALL
             p_bias = bias + b.to(gl.int64) * (NK * 128)
         if QUANT != 0:
-            p_scale = k_scale + k_bh * NK
-        # ---- first block: the only one that can be ragged
+            p_scale = k_scale + k_bh * ALL
+        # ---- first block: of means, or the only one that can be ragged
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         c = scale
         if QUANT != 0:
             c = scale * gl.load(p_scale + block)
         if STREAM:
-            block = gl.load(p_index - gl.minimum(n - 1, 1))
-            later = gl.load(p_index - gl.minimum(n - 1, 2))
+            block = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
+            later = _block_at(2, p_index, listed, NK, ALL, STAND_INS)
             if QUANT != 0:
                 k_sc = gl.load(p_scale + block)
             if HAS_BIAS:
                 flag = gl.load(p_flags + block)
+        if STAND_INS:
+            own = gl.load(p_stand_ins + o_n)
+        elif HAS_BIAS:
+            own = gl.load(p_bias + gl.load(p_index) * 128 + o_n)
         mbarrier.wait(v_full.index(0), 0)  # nothing comes: a phase that nobody waits for looks like a mistake to tools
         mbarrier.wait(k_full.index(0), 0)
         start = _logits_start(M, N, QUANT, S_LAYOUT)
@@ -317,9 +338,8 @@ def _consumer(
         s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
         mbarrier.arrive(empty.index(0), count=1)
         stage, phase = _advance(stage, phase, NS)
-        if HAS_BIAS:
-            last = gl.load(p_index)
-            s = _logits(s, c, QUANT) + gl.load(p_bias + last * 128 + o_n)[None, :]
+        if STAND_INS or HAS_BIAS:
+            s = _logits(s, c, QUANT) + own[None, :]
             m = _row_max(s, ROWS)
             base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
             p = _exp2(s - (base - SHIFT)[:, None])
@@ -332,57 +352,64 @@ def _consumer(
             if limit < N:  # again: -inf * c is NaN where the scale is 0
                 p = gl.where((o_n < limit)[None, :], p, 0.0)
         l = _lane_sums(p)
-        if QUANT == 0:
-            b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
         acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         v_stage = stage
         v_phase = phase
         mbarrier.wait(k_full.index(stage), phase)
-        # ---- the others
-        for j in range(1, n):
-            if QUANT != 0:  # carried from step to step in fp32: e4m3 values would travel one to a register
+        # ---- the others: with a bias of their own, up to the first of the list; then those that need none
+        for part in gl.static_range(1 - STAND_INS, 2):
+            begin = ALL - NK + 1 if STAND_INS and part == 1 else 1
+            end = n if part == 1 else gl.minimum(ALL - NK + 1, n)
+            # P is carried from step to step in fp32 where narrower values would travel one to a register: all but the
+            # last loop of two bytes, which sees where they come from
+            if QUANT == 0 and part == 1:
                 b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-            gl.thread_barrier()  # one is needed since the last release: here it costs least
-            start = _logits_start(M, N, QUANT, S_LAYOUT)
-            b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
-            s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
-            if QUANT != 0:
-                c = scale * k_sc
-            if HAS_BIAS:
-                has_bias = flag
-                p_here = p_bias + block * 128
-            if STREAM:
-                block = later
+            for j in range(begin, end):
+                if QUANT != 0 or part == 0:
+                    b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+                gl.thread_barrier()  # one is needed since the last release: here it costs least
+                start = _logits_start(M, N, QUANT, S_LAYOUT)
+                b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
+                s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
                 if QUANT != 0:
-                    k_sc = gl.load(p_scale + block)
+                    c = scale * k_sc
                 if HAS_BIAS:
-                    flag = gl.load(p_flags + block)
-                later = gl.load(p_index - gl.minimum(n - 1, j + 2))
-            s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
-            stage, phase = _advance(stage, phase, NS)
-            if HAS_BIAS:
-                s = _logits(s, c, QUANT)
-                if has_bias != 0:
-                    s = s + gl.load(p_here + o_n)[None, :]
-                m_new = gl.maximum(m, _row_max(s, ROWS))
-                base = gl.where(m_new == float("-inf"), 0.0, m_new)
-                alpha = _exp2(m - base)
-                p = _exp2(s - (base - SHIFT)[:, None])
-            else:
-                m_new = gl.maximum(m, _largest_logit(s, c, QUANT, ROWS))
-                alpha = _exp2(m - m_new)
-                p = _powers(s, c, m_new, SHIFT, QUANT)
-            m = m_new
-            l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
-            mbarrier.wait(k_full.index(stage), phase)
-            acc = warpgroup_mma_wait(0, deps=[acc_token])
-            mbarrier.arrive(empty.index(v_stage), count=1)
-            v_stage, v_phase = _advance(v_stage, v_phase, NS)
-            acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
-            if QUANT == 0:
-                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+                    has_bias = flag
+                    p_here = p_bias + block * 128
+                if STREAM:
+                    block = later
+                    if QUANT != 0:
+                        k_sc = gl.load(p_scale + block)
+                    if HAS_BIAS:
+                        flag = gl.load(p_flags + block)
+                    later = _block_at(j + 2, p_index, listed, NK, ALL, STAND_INS)
+                s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
+                stage, phase = _advance(stage, phase, NS)
+                if part == 0 or HAS_BIAS:
+                    s = _logits(s, c, QUANT)
+                    if part == 0:
+                        s = s + gl.load(p_stand_ins + j * 128 + o_n)[None, :]
+                    elif has_bias != 0:
+                        s = s + gl.load(p_here + o_n)[None, :]
+                    m_new = gl.maximum(m, _row_max(s, ROWS))
+                    base = gl.where(m_new == float("-inf"), 0.0, m_new)
+                    alpha = _exp2(m - base)
+                    p = _exp2(s - (base - SHIFT)[:, None])
+                else:
+                    m_new = gl.maximum(m, _largest_logit(s, c, QUANT, ROWS))
+                    alpha = _exp2(m - m_new)
+                    p = _powers(s, c, m_new, SHIFT, QUANT)
+                m = m_new
+                l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
+                mbarrier.wait(k_full.index(stage), phase)
+                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                mbarrier.arrive(empty.index(v_stage), count=1)
+                v_stage, v_phase = _advance(v_stage, v_phase, NS)
+                acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
+                if QUANT == 0 and part == 1:
+                    b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
         # ---- the last P V
         if QUANT != 0:
             b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
@@ -423,15 +450,16 @@ def _consumer(
 
 @gluon.jit
 def hopper_attention_kernel(
-    q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean,
+    q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-    rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk,
+    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """One program has one row of blocks: 128 queries.
 
-    k_desc [B, Hk, NK * 128, D]; v_desc the same, or [B, Hk, NK * D, 128] transposed block by block if quantised.
+    k_desc [B, Hk, ALL * 128, D]; v_desc the same, or [B, Hk, ALL * D, 128] transposed block by block if quantised.
+    stand_ins: the means behind the NK blocks take part in every row, with these biases; else ALL is NK.
     """
     K_TYPE: gl.constexpr = k_desc.dtype
     O_TYPE: gl.constexpr = out.dtype.element_ty
@@ -458,17 +486,20 @@ def hopper_attention_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+                q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
+                barriers,
                 q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-                rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE,
             )),
             (_consumer, (
-                q, out, lse, counts, indices, rows, order, bias, flags, k_scale, v_scale, k_mean, buffers, barriers,
+                q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
+                barriers,
                 q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-                rows_stride, scale_log2, NQ, NK, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE,
             )),
             (_producer, (
-                k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, H, SHARED, NS, V_ROWS,
+                k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, ALL, H, SHARED, NS,
+                V_ROWS, stand_ins is not None,
             )),
         ],
         [4, 1],

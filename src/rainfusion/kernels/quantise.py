@@ -12,11 +12,12 @@ from rainfusion.kernels.blocks import tokens_at
 
 @triton.jit
 def statistics_kernel(
-    k, v, order, keep, k_means, v_largest,
+    k, v, order, keep, k_means, v_means, v_largest,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [B, H, N, D] each: the mean of a block's keys, and the largest magnitude of each channel of its values."""
+    """fp32 [B, H, N, D] each: the mean of a block's keys and of its values (if asked for), and their channels' largest
+    magnitude."""
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
@@ -31,6 +32,8 @@ def statistics_kernel(
     b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
     number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
     tl.store(k_means + pid * D + o_d, tl.sum(b_k, 0) / number.to(tl.float32), mask=m_d)
+    if v_means is not None:
+        tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number.to(tl.float32), mask=m_d)
     tl.store(v_largest + pid * D + o_d, tl.max(tl.abs(b_v), 0), mask=m_d)
 
 
@@ -64,16 +67,18 @@ def channels_kernel(
 def quantise_kernel(
     k, v, order, keep, k_mean, v_scale, k_out, v_out, k_scale,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
-    INT8: tl.constexpr,
+    FIRST, ALL, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_KEEP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """k -> [B, H, N * BLOCK, D] and a scale for each block; v -> e4m3 [B, H, N * D_PAD, BLOCK], blocks transposed.
+    """k -> [B, H, ALL * BLOCK, D] and a scale for each block; v -> e4m3 [B, H, ALL * D_PAD, BLOCK], blocks transposed.
 
-    In a block of v, key 16 g + 8 h + 2 c + e stands at 16 g + 4 c + 2 h + e: see `kernels.hopper._weights`.
+    The N blocks of a head are those from FIRST on of its ALL. In a block of v, key 16 g + 8 h + 2 c + e stands at
+    16 g + 4 c + 2 h + e: see `kernels.hopper._weights`.
     """
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
+    place = bh * ALL + FIRST + block
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     o_row = tl.arange(0, BLOCK)
@@ -89,9 +94,9 @@ def quantise_kernel(
     b_k = b_k / scale
     if INT8:
         b_k = (b_k + 12582912.0) - 12582912.0  # to the nearest integer
-    tl.store(k_scale + pid, scale)
+    tl.store(k_scale + place, scale)
     tl.store(
-        k_out + (pid * BLOCK + o_row)[:, None] * D + o_d[None, :], b_k.to(k_out.dtype.element_ty), mask=m_d[None, :]
+        k_out + (place * BLOCK + o_row)[:, None] * D + o_d[None, :], b_k.to(k_out.dtype.element_ty), mask=m_d[None, :]
     )
 
     o_key = (o_row // 16) * 16 + ((o_row // 2) % 2) * 8 + ((o_row // 4) % 4) * 2 + o_row % 2
@@ -100,4 +105,4 @@ def quantise_kernel(
     b_v = tl.load(p_v, mask=m_key[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_v = b_v / tl.load(v_scale + bh * D + o_d, mask=m_d, other=1.0)[None, :]
     b_v = tl.trans(b_v.to(v_out.dtype.element_ty))  # [D_PAD, BLOCK]
-    tl.store(v_out + (pid * D_PAD + o_d)[:, None] * BLOCK + o_row[None, :], b_v)
+    tl.store(v_out + (place * D_PAD + o_d)[:, None] * BLOCK + o_row[None, :], b_v)

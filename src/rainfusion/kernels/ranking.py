@@ -39,20 +39,99 @@ def mean_scores_kernel(
 
 
 @triton.jit
+def _shown(b_s):
+    """A NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output."""
+    return tl.where((b_s != b_s) | (b_s == float("inf")), 3.4028234663852886e38, b_s)
+
+
+@triton.jit
+def _normaliser(b_s, b_m, b_l):
+    """Rows' maxima and sums of exponentials -> with logits b_s too."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E)
+    return b_new, b_l * tl.math.exp2((b_m - b_base) * LOG2E) + tl.sum(b_p, 1)
+
+
+@triton.jit
+def _finished(b_m, b_l, m_row):
+    """-> what to subtract from a row's logits, and its factor; rows of padding, and those that see no key, have 0."""
+    b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
+    return b_base, tl.where((b_l > 0) & m_row, 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
+
+
+@triton.jit
+def _block_sums(b_s, b_base, b_norm, GROUPS: tl.constexpr):
+    """Probabilities summed over GROUPS x GROUPS of a block pair: [BM, BN] -> [BM // GROUPS, BN // GROUPS]."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
+    b_p = tl.reshape(b_p, [b_s.shape[0] // GROUPS, GROUPS, b_s.shape[1] // GROUPS, GROUPS])
+    return tl.sum(tl.sum(b_p, 3), 1)
+
+
+@triton.jit
+def _part_logits(b_q, p_k, live, o_n, o_d, N, scale, D: tl.constexpr, PRECISION: tl.constexpr):
+    """[BM, BN] of means b_q [BM, D_PAD] and those of parts o_n [BN] of the keys; -inf where a part has no key."""
+    m_n = o_n < N
+    b_k = tl.load(p_k + o_n[:, None] * D + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+    b_s = _shown(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale)
+    return tl.where((tl.load(live + o_n, mask=m_n, other=0) != 0)[None, :], b_s, float("-inf"))
+
+
+@triton.jit
+def part_mass_kernel(
+    q_means, k_means, live, mass, live_stride, scale, H, SHARED, NQ, NK, parts_q,
+    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
+
+    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
+    means fp32 [B, H, blocks * PARTS, D]; parts_q: how many of q's are not padding; live uint8 [B, NK * PARTS]: parts
+    with a key left -> fp32 [B, H, NQ, NK].
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_m = tl.cdiv(NQ * PARTS, BM)
+    bh, tile = pid // tiles_m, pid % tiles_m
+    b, h = bh // H, bh % H
+    o_m = tile * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, D_PAD)
+    p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
+    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * PARTS * D
+    p_live = live + b * live_stride
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    for first in range(0, NK * PARTS, BN):
+        o_n = first + tl.arange(0, BN)
+        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * PARTS, scale, D, PRECISION)
+        b_m, b_l = _normaliser(b_s, b_m, b_l)
+    b_base, b_norm = _finished(b_m, b_l, o_m < parts_q)
+    o_i = tile * (BM // PARTS) + tl.arange(0, BM // PARTS)
+    for first in range(0, NK * PARTS, BN):
+        o_n = first + tl.arange(0, BN)
+        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * PARTS, scale, D, PRECISION)
+        o_j = first // PARTS + tl.arange(0, BN // PARTS)
+        p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
+        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS), mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])
+
+
+@triton.jit
 def _group_logits(
     p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] logits of STRIDE antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i] for 8; -inf where nothing is seen.
+    """[BM, BN] logits of 8 antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i]; -inf where nothing is seen.
 
     o_m [BM], o_n [BN]: the groups a and b.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     b_s = tl.zeros([BM, BN], tl.float32)
-    for step in range(STRIDE * CHUNKS):
+    for step in range(8 * CHUNKS):
         i = step // CHUNKS
-        o_q, o_k = o_m * STRIDE + (STRIDE - 1 - i), o_n * STRIDE + i
+        o_q, o_k = o_m * 8 + 7 - i, o_n * 8 + i
         o_d = (step % CHUNKS) * BD + tl.arange(0, BD)
         m_d = (o_d < D)[None, :]
         b_q = tl.load(
@@ -62,9 +141,7 @@ def _group_logits(
             p_k + o_k[:, None] * k_stride_s + o_d[None, :] * k_stride_d, mask=(o_k < Sk)[:, None] & m_d, other=0.0
         )
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
-    b_s = b_s * scale
-    # a NaN or +inf takes the row's whole mass: its block is then kept, and shows in the output
-    b_s = tl.where((b_s != b_s) | (b_s == float("inf")), 3.4028234663852886e38, b_s)
+    b_s = _shown(b_s * scale)
     m_s = (tl.load(live + o_n, mask=o_n < groups_k, other=0) != 0)[None, :]
     if IS_CAUSAL:
         m_s = m_s & (o_n[None, :] <= o_m[:, None])
@@ -77,15 +154,14 @@ def group_mass_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     scale, H, SHARED, NQ, NK, Sq, Sk,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """mass[i, j] = sum over the groups a, b of a block pair, GROUPS on each side, of softmax_b(logit of a and b).
+    """ada_bsa: mass[i, j] = sum over the 16x16 groups of a block pair of softmax_b(mean logit of antidiagonal pairs).
 
-    ada_bsa: 16 groups of 8 tokens, whose logit is the mean of antidiagonal pairs. Part means: each is a group of one.
     One program has BM groups of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    live uint8 [B, NK * GROUPS]: groups with a key left -> fp32 [B, H, NQ, NK].
+    live uint8 [B, NK * 16]: groups with a key left -> fp32 [B, H, NQ, NK].
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
+    GROUPS: tl.constexpr = 16
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * GROUPS, BM)
     bh, tile = pid // tiles_m, tiles_m - 1 - pid % tiles_m
@@ -103,16 +179,10 @@ def group_mass_kernel(
         o_n = (first + tl.arange(0, BN)).to(tl.int64)
         b_s = _group_logits(
             p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-            D, BM, BN, BD, IS_CAUSAL, PRECISION, STRIDE,
+            D, BM, BN, BD, IS_CAUSAL, PRECISION,
         )  # fmt: skip
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E)
-        b_l = b_l * tl.math.exp2((b_m - b_base) * LOG2E) + tl.sum(b_p, 1)
-        b_m = b_new
-    b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
-    # rows of padding, and rows that see no key, count nothing
-    b_norm = tl.where((b_l > 0) & (o_m * STRIDE < Sq), 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
+        b_m, b_l = _normaliser(b_s, b_m, b_l)
+    b_base, b_norm = _finished(b_m, b_l, o_m * 8 < Sq)
     o_i = tile * (BM // GROUPS) + tl.arange(0, BM // GROUPS)
     for first in range(0, tl.cdiv(NK * GROUPS, BN) * BN, BN):
         b_sum = tl.zeros([BM // GROUPS, BN // GROUPS], tl.float32)
@@ -120,11 +190,9 @@ def group_mass_kernel(
             o_n = (first + tl.arange(0, BN)).to(tl.int64)
             b_s = _group_logits(
                 p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-                D, BM, BN, BD, IS_CAUSAL, PRECISION, STRIDE,
+                D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
-            b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
-            b_p = tl.reshape(b_p, [BM // GROUPS, GROUPS, BN // GROUPS, GROUPS])
-            b_sum = tl.sum(tl.sum(b_p, 3), 1)
+            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
         tl.store(p_out, b_sum, mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])

@@ -47,12 +47,19 @@ _HIP_TILES: tuple[tuple[int, int, Tile], ...] = (
 _SMALL_SHARED_MEMORY = {(12, 0), (12, 1)}  # newer than sm_90, with the 99 KB of sm_86
 
 
-def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
-    """`capability`: (major, minor), or "hip"; `head_dim`: padded to a power of two."""
+def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int, stand_ins: bool = False) -> Tile:
+    """`capability`: (major, minor), or "hip"; `head_dim`: padded to a power of two.
+
+    The loop over means that stand in for blocks takes shared memory of its own: a stage, but where there is plenty.
+    """
     if capability == "hip":
-        return next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
-    least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
-    return next(tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
+        tile = next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
+    else:
+        least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
+        fits = (tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
+        tile = next(fits)
+    spared = 1 if stand_ins and capability != (8, 0) else 0
+    return tile._replace(stages=max(1, tile.stages - spared))
 
 
 def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
@@ -60,6 +67,15 @@ def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -
     if itemsize == 2 and head_dim <= 128 and _roomy(capability):
         return Tile(128, 128, 8, 3)
     return Tile(64, 64, 4, 2)
+
+
+def part_tile(capability: tuple[int, int] | str, head_dim: int) -> Tile:
+    """For the mass between part means, in fp32: parts of queries and of keys."""
+    if _roomy(capability):
+        return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 4, 2)
+    if capability == "hip":
+        return Tile(32, 16, 8, 1)
+    return Tile(64, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 4, 1)
 
 
 def _roomy(capability: tuple[int, int] | str) -> bool:

@@ -83,7 +83,10 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str)
     if options.strategy == "ada_bsa":  # from k as it is, before it may be quantised
         mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
     with backends.triton.device_guard(q):
-        keys = backend.prepare(k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), **extra)
+        keys = backend.prepare(
+            k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), stand_ins=options.compensate,
+            **extra,
+        )  # fmt: skip
         mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
 
     def call() -> Tensor:
