@@ -551,7 +551,7 @@ SUBMEANS = {
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("kind", [None, "bool", "blocks"])
 def test_submeans_choose_what_the_cpu_does_but_for_near_ties(backend, name, dtype, kind):
-    """As many blocks in every row, and as much predicted mass."""
+    """Products of tf32 there, of fp32 here: a row may swap two blocks, and one of them may be protected anyway."""
     q, k, v = gpu.qkv(dtype=dtype)
     attn_mask = gpu.key_mask(kind, 2, q.shape[2])
     kwargs = SUBMEANS[name]
@@ -559,9 +559,9 @@ def test_submeans_choose_what_the_cpu_does_but_for_near_ties(backend, name, dtyp
     if result is None:
         return
     there = predict_mask(q.cpu(), k.cpu(), None if attn_mask is None else attn_mask.cpu(), **kwargs)
-    assert torch.equal(result[-1].counts.cpu(), there.counts)
-    differ = (result[-1].to_dense().cpu() != there.to_dense()).any(-1)
-    assert differ.float().mean() < 0.02
+    differ = (result[-1].to_dense().cpu() != there.to_dense()).sum(-1)
+    assert (differ > 0).float().mean() < 0.02
+    assert differ.max() <= 2
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
@@ -590,27 +590,34 @@ def test_compensation_is_that_of_the_reference(backend, dtype, kind, name):
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("kind", [None, "float", "blocks", "nothing"])
 def test_compensation_in_every_precision(backend, precision, dim, kind):
-    """More keys than 128 blocks have, rows that keep none of them, other lengths of q and k: against the definition."""
+    """More keys than 128 blocks have, rows that keep none of them, other lengths of q and k: against the definition.
+
+    The LSE within twice what the same precision loses without compensation.
+    """
     q, k, v = gpu.qkv(300, 128 * 130 + 40, batch=1, dim=dim)
     k = k + torch.randn(131, dim, device=gpu.DEVICE, dtype=BF16).repeat_interleave(128, 0)[: k.shape[2]]
     attn_mask = torch.zeros(1, k.shape[2], dtype=torch.bool, device=gpu.DEVICE)
     attn_mask = attn_mask if kind == "nothing" else gpu.key_mask(kind, 1, k.shape[2])
     dense = gpu.random_mask(q, k, density=0.2)
     dense[0, 0, 1], dense[0, 1, 0] = False, True
-    kwargs = dict(sparse_type="rf_v2", compensate=True, return_lse=True, mask=BlockMask.from_dense(dense))
-    result = gpu.attend(backend, q, k, v, attn_mask, precision=precision, **kwargs)
-    if result is None:
-        return
-    out, lse = result
-    there = [x.float().cpu() for x in (q, k, v)]
-    kwargs["mask"] = kwargs["mask"].to("cpu")
-    exact, exact_lse = sparse_attention(*there, None if attn_mask is None else attn_mask.cpu(), **kwargs)
+    mask, there = BlockMask.from_dense(dense), [None if x is None else x.cpu() for x in (q, k, v, attn_mask)]
+    there[:3] = [x.float() for x in there[:3]]
+    off = 0.0
+    for compensate in (False, True):
+        kwargs = dict(sparse_type="rf_v2", compensate=compensate, return_lse=True)
+        result = gpu.attend(backend, q, k, v, attn_mask, precision=precision, mask=mask, **kwargs)
+        if result is None:
+            return
+        out, lse = result
+        exact, exact_lse = sparse_attention(*there, mask=mask.to("cpu"), **kwargs)
+        if not compensate:
+            off = (lse.cpu() - exact_lse)[exact_lse.isfinite()].abs().max() if exact_lse.isfinite().any() else 0.0
     if kind == "nothing":
         assert (out == 0).all() and lse.isneginf().all()
         return
     most = {"native": 0.004, **MOST}[precision]
     assert (out.cpu() - exact).norm() <= 1.2 * most * exact.norm()
-    gpu.assert_lse(lse.cpu(), exact_lse.double(), {"native": 0.01, "fp8": 0.2, "int8": 0.1}[precision])
+    gpu.assert_lse(lse.cpu(), exact_lse.double(), max(2 * float(off), 0.005))
 
 
 def test_a_target_error_is_kept_on_the_device_as_on_the_cpu(backend):

@@ -136,7 +136,7 @@ def test_a_call_is_the_sparse_attention_that_one_would_write(monkeypatch):
             return attention_dispatch.dispatch_attention_fn(query, key, value)
         out, mask = rainfusion.sparse_attention(
             query, key, value, input_layout="BSND", sparse_type="rf_v2", sparsity=0.6, first_frame="keys",
-            latent_shape_q=list(expected.grid), return_mask=True,
+            predictor="submeans", compensate=True, latent_shape_q=list(expected.grid), return_mask=True,
         )  # fmt: skip
         masks.append(mask)
         return out
@@ -347,11 +347,19 @@ def test_predictor_and_compensation_reach_the_call():
     model, inputs, _ = wide_wan()
     dense = forward(model, inputs)
     errors = []
-    for kwargs in (dict(), dict(compensate=True), dict(predictor="submeans", compensate=True)):
+    given = [dict(predictor="mean"), dict(compensate=False), dict(first_frame="protected"), dict(sparse_type="ada_bsa")]
+    for kwargs in (dict(), *given, dict(sparse_type="ada_bsa", compensate=True)):
         with rainfusion.enabled(model, min_tokens=0, sparsity=0.8, **kwargs) as handle:
             errors.append(float((forward(model, inputs) - dense).norm()))
         assert handle.stats().dense_calls == 0
-    assert len(set(errors)) == 3
+    assert len(set(errors)) == 6
+    assert errors[0] == float((_enabled(model, inputs, predictor="submeans", compensate=True) - dense).norm())
+    assert errors[4] == float((_enabled(model, inputs, sparse_type="ada_bsa", compensate=False) - dense).norm())
+
+
+def _enabled(model, inputs, **kwargs):
+    with rainfusion.enabled(model, min_tokens=0, sparsity=0.8, **kwargs):
+        return forward(model, inputs)
 
 
 def test_gradients_stay_possible():

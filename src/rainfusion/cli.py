@@ -414,6 +414,7 @@ def _check_quality(args: argparse.Namespace, steps: int) -> None:
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    best = arguments.RECOMMENDED
     calibrate = commands.add_parser(
         "calibrate",
         help="measure what each layer and head of a pipeline loses, and share out one density",
@@ -424,7 +425,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         epilog="examples:\n"
         "  rainfusion calibrate lab --sparsity 0.7 --steps 6 --out lab.json\n"
         "  rainfusion calibrate Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sparsity 0.8 --steps 8 --frames 81 --height 480 \\\n"
-        "    --width 832 --prompt 'a cat on a wall' --prompt 'waves at night' --compensate --out wan.json",
+        "    --width 832 --prompt 'a cat on a wall' --prompt 'waves at night' --out wan.json",
     )
     calibrate.add_argument("model", metavar="MODEL", help="a folder or name for diffusers' from_pretrained, or: lab")
     calibrate.add_argument("--sparsity", type=float, default=0.8, help="of all heads together (default: 0.8)")
@@ -437,9 +438,9 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.add_argument("--frames", type=int)
     calibrate.add_argument("--guidance", type=float)
     calibrate.add_argument("--token-order", default="window", metavar="ORDER", help="window, raster or mindiesd")
-    calibrate.add_argument("--predictor", choices=arguments.PREDICTORS, default="mean")
-    calibrate.add_argument("--compensate", action="store_true")
-    calibrate.add_argument("--first-frame", choices=arguments.FIRST_FRAMES, default="keys")
+    calibrate.add_argument("--predictor", choices=arguments.PREDICTORS, default=best["predictor"])
+    calibrate.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
+    calibrate.add_argument("--first-frame", choices=arguments.FIRST_FRAMES, default=best["first_frame"])
     calibrate.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the pipeline (default: bf16)")
     calibrate.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     calibrate.set_defaults(

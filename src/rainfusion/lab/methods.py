@@ -215,6 +215,13 @@ METHODS = (
     ours("rf_v2 4x4x8 compensate", token_order=(4, 4, 8), compensate=True),
     *(ours(f"rf_v2 {_x(order)} keys", token_order=order, first_frame="keys") for order in _WINDOWS),
     *(
+        ours(f"rf_v2 2x8x8 {first_frame}{words}", token_order=(2, 8, 8), first_frame=first_frame, **options)
+        for first_frame, words, options in (
+            ("keys", " submeans", dict(predictor="submeans")), ("free", "", {}),
+            ("free", " submeans", dict(predictor="submeans")), ("free", " compensate", dict(compensate=True)),
+        )
+    ),
+    *(
         ours(f"rf_v2 {_x(order)} keys compensate", token_order=order, first_frame="keys", compensate=True)
         for order in _WINDOWS
     ),

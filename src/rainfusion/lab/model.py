@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rainfusion.api import sparse_attention
+from rainfusion.arguments import RECOMMENDED
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
 from rainfusion.profiles import Profile
 
@@ -51,12 +52,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
 
 
 def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: Any) -> Attention:
-    """`rainfusion.sparse_attention` as any model would call it; the options are its own.
+    """`rainfusion.sparse_attention` as any model would call it; the options are its own, by default those of `enable`.
 
     `profile`: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
+    options = {**(RECOMMENDED if options.get("sparse_type") != "ada_bsa" else {}), **options}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         budget = {"sparsity": sparsity} if profile is None else profile.arguments(str(place.layer))

@@ -92,8 +92,8 @@ def enable(
     keep_sink: bool = True,
     keep_recent: bool = True,
     token_order: str | Sequence[int] = "window",
-    predictor: str = "mean",
-    compensate: bool = False,
+    predictor: str = "submeans",
+    compensate: bool | None = None,
     first_frame: str = "keys",
     exact_budget: bool = False,
     target_error: float | None = None,
@@ -116,10 +116,10 @@ def enable(
         target_error: instead of `sparsity`, the error to allow in each head of each call.
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
             token_order, predictor, compensate and first_frame that it was measured with.
-        first_frame: as for `sparse_attention`, but `"keys"` by default: the first frame's queries are sparse as well,
-            which gave better samples at equal density.
-        cdf_threshold, keep_sink, keep_recent, token_order, predictor, compensate, exact_budget, block_size,
-            inner_precise, backend: as for `sparse_attention`.
+        predictor, compensate, first_frame: as for `sparse_attention`, but `"submeans"`, True (None: with rf_v2) and
+            `"keys"` by default, which gave the best samples for their time (docs/quality.md).
+        cdf_threshold, keep_sink, keep_recent, token_order, exact_budget, block_size, inner_precise, backend: as for
+            `sparse_attention`.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.

@@ -14,7 +14,7 @@ from rainfusion.profiles import Profile
 IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
 _SPARSE_TYPES = ("rf_v2", "rf_v3", "ada_bsa")
-DEFAULTS = dict(token_order="window", predictor="mean", compensate=False, first_frame="keys")  # those of `enable`
+DEFAULTS = {"token_order": "window", **arguments.RECOMMENDED, "compensate": None}  # those of `enable`
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Settings:
             keep_recent=arguments.flag("keep_recent", keep_recent),
             token_order=token_order if isinstance(token_order, str) else tuple(token_order),
             predictor=arguments.choice("predictor", predictor, tuple(arguments.PREDICTORS)),
-            compensate=arguments.flag("compensate", compensate),
+            compensate=sparse_type != "ada_bsa" if compensate is None else arguments.flag("compensate", compensate),
             first_frame=arguments.choice("first_frame", first_frame, arguments.FIRST_FRAMES),
             exact_budget=arguments.flag("exact_budget", exact_budget),
             target_error=None if target_error is None else arguments.fraction("target_error", target_error, zero=False),

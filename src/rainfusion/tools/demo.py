@@ -26,7 +26,7 @@ PROMPT = (
 )
 GIF, SHEET = "side_by_side.gif", "frames.png"
 GAIN = 3  # of the difference, to be seen
-OPTIONS: dict[str, Any] = dict(first_frame="keys")  # as `rainfusion.enable` has it
+OPTIONS = arguments.RECOMMENDED  # as `rainfusion.enable` has it
 
 
 @dataclass(frozen=True)
