@@ -11,6 +11,7 @@ the verdict about where it is.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,7 +40,7 @@ def why_dense(runner: str, q: Tensor, k: Tensor, options: Options) -> str | None
     density = expected_density(options, q.shape[2], k.shape[2])
     if density is None:
         return None
-    dense, sparse = _times(runner, q, k, density)
+    dense, sparse = _times(runner, q, k, density, options)
     if sparse < dense:
         return None
     return (
@@ -49,12 +50,16 @@ def why_dense(runner: str, q: Tensor, k: Tensor, options: Options) -> str | None
     )
 
 
-def _times(runner: str, q: Tensor, k: Tensor, density: float) -> tuple[float, float]:
+def _times(runner: str, q: Tensor, k: Tensor, density: float, options: Options) -> tuple[float, float]:
     """Seconds, dense and sparse, on an H200."""
     speed = SPEEDS[runner]
+    if options.compensate:  # each row also attends to the means of all blocks
+        blocks = math.ceil(k.shape[2] / options.block_size)
+        density += math.ceil(blocks / options.block_size) / blocks
     batch, heads, q_len, head_dim = q.shape
     flops = 4.0 * batch * heads * q_len * k.shape[2] * max(head_dim, 64)
-    passes = (q.numel() + 4 * k.numel()) * q.element_size()  # pool q; read and write k and v
+    # pool q; read and write k and v; pool the parts of k
+    passes = (q.numel() + (4 if options.parts == 1 else 5) * k.numel()) * q.element_size()
     dense = flops / DENSE_RATE + DENSE_START
     return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.launches
 
