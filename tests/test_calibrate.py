@@ -14,7 +14,7 @@ def test_the_lab_is_calibrated_and_sampled(tmp_path, capsys):
     assert "sparsity of 0.4 in all" in printed and f"wrote {out}" in printed
     profile = Profile.load(out)
     assert list(profile.sparsities) == [str(layer) for layer in range(8)]
-    assert profile.options["first_frame"] == "keys" and profile.notes["calls"] == 8
+    assert profile.options["first_frame"] == "free" and profile.notes["calls"] == 8
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
     model, prompt = lab.load(), lab.random_prompts(1, lab_generator())
     clip = lab.sample(model, prompt, attention=lab.sparse(profile=profile), steps=1, frames=5, size=32, guidance=1.0)

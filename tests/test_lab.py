@@ -22,7 +22,7 @@ RECIPE = Recipe(
     warmup=2,
 )
 STILL = ("disc", "blue", "still", "bottom right", "still")
-FREE = dict(first_frame="free", compensate=False)
+KEYS = dict(first_frame="keys", compensate=False)
 
 
 def generator(seed=0):
@@ -235,10 +235,10 @@ def test_the_sparse_attention_is_the_library_s_own():
     q = torch.randn(1, 2, 16 + 5 * 16 * 16, 64)
     place = model.Place(0, 0, (5, 16, 16), 16)
     video = dict(sparse_type="rf_v2", txt_len=16, latent_shape_q=(5, 16, 16), sparsity=0.6, token_order="raster")
-    options = dict(predictor="submeans", compensate=True, first_frame="keys")  # those of `enable`
-    best, free = (rainfusion.sparse_attention(q, q, q, **{**video, **options, **own}) for own in ({}, FREE))
+    options = dict(predictor="submeans", compensate=True, first_frame="free")  # those of `enable`
+    best, keys = (rainfusion.sparse_attention(q, q, q, **{**video, **options, **own}) for own in ({}, KEYS))
     assert torch.equal(model.sparse(0.6, token_order="raster")(q, q, q, place), best)
-    assert torch.equal(model.sparse(0.6, token_order="raster", **FREE)(q, q, q, place), free)
+    assert torch.equal(model.sparse(0.6, token_order="raster", **KEYS)(q, q, q, place), keys)
     plain = rainfusion.sparse_attention(q, q, q, sparse_type="ada_bsa", sparsity=0.6)
     assert torch.equal(model.sparse(0.6, sparse_type="ada_bsa", txt_len=0, latent_shape_q=None)(q, q, q, place), plain)
 

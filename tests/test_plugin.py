@@ -135,7 +135,7 @@ def test_a_call_is_the_sparse_attention_that_one_would_write(monkeypatch):
         if query.shape[1] != key.shape[1]:
             return attention_dispatch.dispatch_attention_fn(query, key, value)
         out, mask = rainfusion.sparse_attention(
-            query, key, value, input_layout="BSND", sparse_type="rf_v2", sparsity=0.6, first_frame="keys",
+            query, key, value, input_layout="BSND", sparse_type="rf_v2", sparsity=0.6, first_frame="free",
             predictor="submeans", compensate=True, latent_shape_q=list(expected.grid), return_mask=True,
         )  # fmt: skip
         masks.append(mask)
@@ -159,7 +159,7 @@ def test_a_profile_is_made_saved_and_used(tmp_path):
     assert snapshot(model) == before and torch.equal(seen[0], dense)  # dense meanwhile, and off again
     heads = [share for layer in profile.sparsities.values() for share in layer]
     assert len(profile.sparsities) == 2 and sum(heads) / len(heads) == pytest.approx(0.5, abs=1e-3)
-    assert profile.options == dict(token_order="window", first_frame="keys", **options) and profile.notes["calls"] == 2
+    assert profile.options == dict(token_order="window", first_frame="free", **options) and profile.notes["calls"] == 2
     profile.save(tmp_path / "wan.json")
     with rainfusion.enabled(model, profile=tmp_path / "wan.json", min_tokens=0) as handle:
         sparse = forward(model, inputs)

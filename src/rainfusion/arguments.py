@@ -27,7 +27,7 @@ PREDICTORS = {"mean": 1, "submeans": 4}  # rf_v2: name -> means of a block
 FIRST_FRAMES = ("protected", "keys", "free")
 # of rf_v2: the best samples for their time, see docs/quality.md. `sparse_attention` itself has those of the published
 # method
-RECOMMENDED: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="keys")
+RECOMMENDED: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="free")
 
 REMOVED_AT = -1e4  # an additive key bias of this or less removes the key
 REMOVED_AT_BF16 = -9984.0  # what -1e4 is in a bf16 mask

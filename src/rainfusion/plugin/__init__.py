@@ -94,7 +94,7 @@ def enable(
     token_order: str | Sequence[int] = "window",
     predictor: str = "submeans",
     compensate: bool | None = None,
-    first_frame: str = "keys",
+    first_frame: str = "free",
     exact_budget: bool = False,
     target_error: float | None = None,
     profile: str | Path | Profile | Mapping[str, Any] | None = None,
@@ -117,7 +117,8 @@ def enable(
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
             token_order, predictor, compensate and first_frame that it was measured with.
         predictor, compensate, first_frame: as for `sparse_attention`, but `"submeans"`, True (None: with rf_v2) and
-            `"keys"` by default, which gave the best samples for their time (docs/quality.md).
+            `"free"` by default, which gave the best samples for their time (docs/quality.md). Where the first frame is
+            what a video is made from, `"keys"` is the careful choice.
         cdf_threshold, keep_sink, keep_recent, token_order, exact_budget, block_size, inner_precise, backend: as for
             `sparse_attention`.
 
