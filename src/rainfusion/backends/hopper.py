@@ -106,7 +106,8 @@ def prepare(
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*k.stride(), *v.stride(), heads, length, blocks)
-    means, v_means, largest = (k.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32) for _ in range(3))
+    means, largest = (k.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32) for _ in range(2))
+    v_means = torch.empty_like(means) if stand_ins else None
     k_mean, v_scale = (k.new_empty((batch, heads, head_dim), dtype=torch.float32) for _ in range(2))
     k_scale = k.new_empty((batch, heads, blocks + spare), dtype=torch.float32)
     k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
@@ -114,16 +115,7 @@ def prepare(
     v_out = k.new_empty((batch, heads, (blocks + spare) * padded, _BLOCK), dtype=torch.float8_e4m3fn)
     grid = (batch * heads * blocks,)
     quantise.statistics_kernel[grid](
-        k,
-        v,
-        layout.order,
-        flags,
-        means,
-        v_means if stand_ins else None,
-        largest,
-        *strides,
-        **sizes,
-        num_warps=triton.row_warps(k),
+        k, v, layout.order, flags, means, v_means, largest, *strides, **sizes, num_warps=triton.row_warps(k)
     )
     quantise.channels_kernel[(batch * heads,)](
         means, largest, k_mean, v_scale, blocks, D=head_dim, D_PAD=padded, ROWS=32, num_warps=4
@@ -131,7 +123,7 @@ def prepare(
     found = (k_mean, v_scale, k_out, v_out, k_scale)
     total = dict(ALL=blocks + spare, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
     quantise.quantise_kernel[grid](k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes)
-    if stand_ins:  # the means, as blocks of keys and values behind the others
+    if v_means is not None:  # the means, as blocks of keys and values behind the others
         quantise.quantise_kernel[(batch * heads * spare,)](
             means, v_means, layout.order, None, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
             FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False, HAS_KEEP=False),

@@ -186,7 +186,7 @@ def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float)
     ]  # fmt: skip
     print(table(("attention", "sampling", "attention alone", "density", "PSNR"), rows))
     print("\nPSNR: of the sparse clip against the full one. density: the share of blocks that sparse steps compute,")
-    print("with the first frame and the text, whose keys are never dropped.")
+    print("with the text, which is never dropped.")
     if plan.dense_steps:
         later = full.attention_later / fast.attention_later
         print(f"The first {plan.dense_steps} of {plan.steps} steps are dense in both; in the others attention alone is")
