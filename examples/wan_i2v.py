@@ -35,9 +35,10 @@ def main(argv=None):
     handle = None
     if not args.dense:
         # This is all: from here on the self-attention of the pipeline is sparse, in both of Wan 2.2's transformers.
-        # The first frame, which is the given picture, is never skipped.
+        # The keys of the first frame, which is the given picture, are never skipped.
         handle = rainfusion.enable(
             pipe,
+            first_frame="keys",
             sparsity=args.sparsity,
             precision=args.precision,
             start_step=args.start_step,

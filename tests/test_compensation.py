@@ -5,6 +5,7 @@ import torch
 
 import oracle
 from rainfusion import BlockMask, sparse_attention
+from rainfusion.backends import triton as triton_backend
 
 GRID, TXT = (3, 8, 9), 20
 LENGTH = 3 * 8 * 9 + TXT  # 236: a ragged last block
@@ -74,6 +75,45 @@ def test_nothing_skipped_is_nothing_added():
     full = BlockMask.full(2, 2, 300, 300)
     plain = sparse_attention(q, k, v, sparse_type="rf_v2", mask=full)
     torch.testing.assert_close(sparse_attention(q, k, v, sparse_type="rf_v2", mask=full, compensate=True), plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stands_behind_the_counts_of_a_mask_does_not_matter(backend):
+    q, k, v = qkv(600)
+    dense = torch.zeros(2, 2, 5, 5, dtype=torch.bool)
+    dense[..., :2] = True
+    tidy = BlockMask.from_dense(dense)
+    untidy = BlockMask(tidy.counts, tidy.indices.clone())
+    untidy.indices[..., 2:] = 0
+    assert torch.equal(untidy.to_dense(), dense)
+    kwargs = dict(sparse_type="rf_v2", compensate=True, backend=backend)
+    assert torch.equal(sparse_attention(q, k, v, mask=untidy, **kwargs), sparse_attention(q, k, v, mask=tidy, **kwargs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_default_dtype_changes_nothing(backend):
+    q, k, v = qkv(300)
+    kwargs = dict(PLAIN, compensate=True, backend=backend, return_lse=True)
+    expected = sparse_attention(q, k, v, **kwargs)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = sparse_attention(q, k, v, **kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
+    q, k, v = qkv(300)
+    asked = []
+    prepare = triton_backend.prepare
+    monkeypatch.setattr(
+        triton_backend, "prepare", lambda *args, **kw: (asked.append(kw["stand_ins"]), prepare(*args, **kw))[1]
+    )
+    for sparsity in (0.0, 0.7):
+        sparse_attention(q, k, v, **dict(PLAIN, sparsity=sparsity), compensate=True, backend="triton", return_lse=True)
+    sparse_attention(q, k, v, compensate=True, backend="triton", return_lse=True)
+    assert asked == [False, True, False]
 
 
 def test_keys_that_are_all_alike_give_dense_attention():

@@ -86,6 +86,15 @@ def _modelled(row):
     return crossover._times("hopper", q, q, row.density, call(q, q, sparsity=row.sparsity))
 
 
+def test_options_of_an_empty_call_and_of_another_strategy_cost_nothing():
+    q, nothing = torch.empty(1, 2, 256, 64, device="meta"), torch.empty(1, 2, 0, 64, device="meta")
+    best = call(q, nothing, sparsity=0.5, **BEST)
+    assert crossover._times("hopper", q, nothing, 1.0, best)[1] < 1e-4
+    for kwargs in (dict(), dict(predictor="submeans")):
+        ada = options(q, q, predicts=True, sparse_type="ada_bsa", sparsity=0.5, **kwargs)
+        assert crossover._times("hopper", q, q, 0.5, ada)[1] == crossover._times("hopper", q, q, 0.5, call(q, q))[1]
+
+
 def test_on_a_cpu_nothing_is_switched():
     q = torch.zeros(1, 2, 256, 64)
     assert crossover.why_dense("portable", q, q, call(q, q, sparsity=0.5)) is None

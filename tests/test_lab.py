@@ -239,6 +239,10 @@ def test_the_sparse_attention_is_the_library_s_own():
     best, keys = (rainfusion.sparse_attention(q, q, q, **{**video, **options, **own}) for own in ({}, KEYS))
     assert torch.equal(model.sparse(0.6, token_order="raster")(q, q, q, place), best)
     assert torch.equal(model.sparse(0.6, token_order="raster", **KEYS)(q, q, q, place), keys)
+    profile = rainfusion.Profile({"0": (0.6, 0.4)}, 0.5, dict(predictor="mean", **KEYS))
+    video.update(sparsity=[0.6, 0.4], exact_budget=True)
+    wanted = rainfusion.sparse_attention(q, q, q, **{**video, "token_order": "window", **KEYS})
+    assert torch.equal(model.sparse(profile=profile)(q, q, q, place), wanted)
     plain = rainfusion.sparse_attention(q, q, q, sparse_type="ada_bsa", sparsity=0.6)
     assert torch.equal(model.sparse(0.6, sparse_type="ada_bsa", txt_len=0, latent_shape_q=None)(q, q, q, place), plain)
 

@@ -154,7 +154,7 @@ def test_a_profile_is_made_saved_and_used(tmp_path):
     model, inputs, _ = wide_wan()
     before, dense = snapshot(model), forward(model, inputs)
     seen = []
-    options = dict(predictor="submeans", compensate=True)
+    options = dict(predictor="mean", compensate=False)
     profile = rainfusion.calibrate(model, lambda: seen.append(forward(model, inputs)), sparsity=0.5, **options)
     assert snapshot(model) == before and torch.equal(seen[0], dense)  # dense meanwhile, and off again
     heads = [share for layer in profile.sparsities.values() for share in layer]
@@ -197,15 +197,13 @@ def test_a_profile_with_other_heads_is_an_error_at_the_first_call():
 def test_a_profile_brings_its_options_along():
     model, _, _ = wide_wan()
     shares = {f"blocks.{i}.attn1": (0.5, 0.5) for i in (0, 1)}
-    profile = rainfusion.Profile(shares, 0.5, dict(predictor="submeans", first_frame="free"))
-    handle = rainfusion.enable(model, profile=profile, compensate=True)
-    assert (handle.settings.predictor, handle.settings.first_frame, handle.settings.compensate) == (
-        "submeans",
-        "free",
-        True,
-    )
+    profile = rainfusion.Profile(shares, 0.5, dict(predictor="mean", first_frame="keys", compensate=False))
+    settled = rainfusion.enable(model, profile=profile, token_order="raster").settings
+    assert (settled.predictor, settled.first_frame, settled.compensate, settled.token_order) == (
+        "mean", "keys", False, "raster",
+    )  # fmt: skip
     with pytest.raises(
-        ValueError, match="first_frame must be that of the profile, 'free', or left out, got 'protected'"
+        ValueError, match="first_frame must be that of the profile, 'keys', or left out, got 'protected'"
     ):
         rainfusion.enable(model, profile=profile, first_frame="protected")
     signature = inspect.signature(rainfusion.enable).parameters

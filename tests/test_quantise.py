@@ -76,6 +76,9 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
         keep[:, layout.order[:128]] = False  # a whole block
     keys = hopper.prepare(k, v, layout, keep, None, pool=1, stand_ins=True, precision=precision)
     blocks = layout.num_blocks
+    number = torch.ones(2, layout.seq_len, device=DEVICE) if keep is None else keep.float()
+    number = in_blocks(number[:, None, :, None], layout).sum((1, 3, 4))  # [B, N]
+    live = (number > 0)[:, None, :, None]
     for x, ours in ((k, keys.k.float().unflatten(2, (-1, 128)) * keys.scales.k[..., None, None]),
                     (v, values_in_order(keys, DIM))):  # fmt: skip
         exact = block_means(x.cpu(), layout.to("cpu"), None if keep is None else keep.cpu()).to(DEVICE)
@@ -84,14 +87,27 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
         back = ours[:, :, blocks, :blocks]
         scale = keys.scales.k[:, :, blocks, None, None] if x is k else keys.scales.v[:, :, None]
         if x is k and precision == "int8":
-            assert ((back - (exact - smoothing)).abs() <= 0.51 * scale).all()
+            assert ((back - (exact - smoothing) * live).abs() <= 0.51 * scale).all()
         else:
-            assert_e4m3(back, exact - smoothing, scale)
+            assert_e4m3(back, (exact - smoothing) * live, scale)
         assert (ours[:, :, blocks, blocks:] == 0).all()  # what is behind them counts nothing, and is a number
-    number = torch.ones(2, layout.seq_len, device=DEVICE) if keep is None else keep.float()
-    number = in_blocks(number[:, None, :, None], layout).sum((1, 3, 4))
     torch.testing.assert_close(keys.weights[:, :blocks].exp2().expand(2, -1), number)
     assert keys.weights[:, blocks:].isneginf().all()
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_block_without_keys_does_not_take_the_range_of_the_means(precision):
+    """Its mean is nothing: smoothing must not make it the largest of all."""
+    layout = TokenLayout.build(512).to(DEVICE)
+    k, v = inputs(layout)
+    k = (k.float() / 4 + 10).half()
+    keep = torch.ones(2, 512, dtype=torch.bool, device=DEVICE)
+    keep[:, 128:256] = False
+    keys = hopper.prepare(k, v, layout, keep, None, pool=1, stand_ins=True, precision=precision)
+    exact = block_means(k.cpu(), layout.to("cpu"), keep.cpu()).to(DEVICE) - keys.scales.k_mean[:, :, None]
+    ours = keys.k.float().unflatten(2, (-1, 128))[:, :, 4, :4] * keys.scales.k[:, :, 4, None, None]
+    live = [0, 2, 3]
+    assert (ours - exact)[:, :, live].norm() < 0.1 * exact[:, :, live].norm()
 
 
 def test_the_mean_is_taken_away_and_the_range_is_used(layout):

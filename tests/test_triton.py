@@ -656,9 +656,10 @@ def test_fully_masked_elements_give_zeros(name):
 
 @pytest.mark.parametrize("shape", [(0, 2, 300, 8), (2, 2, 0, 8), (2, 0, 300, 8)])
 @pytest.mark.parametrize("sparse_type", [None, "rf_v2", "ada_bsa"])
-def test_empty_inputs_give_empty_outputs(shape, sparse_type):
+@pytest.mark.parametrize("compensate", [False, True])
+def test_empty_inputs_give_empty_outputs(shape, sparse_type, compensate):
     q = torch.randn(shape)
-    out, lse, mask = attend(q, q, q, sparse_type=sparse_type, sparsity=0.5)
+    out, lse, mask = attend(q, q, q, sparse_type=sparse_type, sparsity=0.5, compensate=compensate)
     blocks = -(-shape[2] // 128)
     assert out.shape == shape
     assert lse.shape == shape[:3]
@@ -666,9 +667,10 @@ def test_empty_inputs_give_empty_outputs(shape, sparse_type):
 
 
 @pytest.mark.parametrize("sparse_type", [None, "rf_v2", "ada_bsa"])
-def test_no_keys_at_all_give_zeros(sparse_type):
+@pytest.mark.parametrize("compensate", [False, True])
+def test_no_keys_at_all_give_zeros(sparse_type, compensate):
     q, k = torch.randn(2, 2, 300, 8), torch.randn(2, 2, 0, 8)
-    out, lse, _ = attend(q, k, k, sparse_type=sparse_type, sparsity=0.5)
+    out, lse, _ = attend(q, k, k, sparse_type=sparse_type, sparsity=0.5, compensate=compensate)
     assert torch.equal(out, torch.zeros_like(q))
     assert torch.isneginf(lse).all()
 

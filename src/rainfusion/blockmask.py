@@ -110,10 +110,12 @@ class BlockMask:
         return self.indices.shape[3]
 
     def to_dense(self) -> Tensor:
-        """bool [B, H, NQ, NK]: True where a block is kept."""
+        """bool [B, H, NQ, NK]: True where a block is kept, whatever stands behind `counts`."""
         slots = torch.arange(self.num_k_blocks, device=self.counts.device)
         kept = slots < self.counts.unsqueeze(-1)
-        return torch.zeros_like(kept).scatter_(-1, self.indices.long(), kept)
+        columns = torch.where(kept, self.indices, self.num_k_blocks).long()  # one more, for those that are not
+        dense = kept.new_zeros((*kept.shape[:3], self.num_k_blocks + 1))
+        return dense.scatter_(-1, columns, True)[..., :-1].contiguous()
 
     def to_dense_tokens(self, q_len: int | None = None, k_len: int | None = None) -> Tensor:
         """bool [B, H, Sq, Sk]: for small sizes and pictures; the lengths only where the mask does not know them."""

@@ -24,7 +24,7 @@ def log_weights(
     layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, batch: int, device: torch.device
 ) -> Tensor:
     """fp32 [B, NK]: log of the number of keys in each block; -inf for a block with none left."""
-    weights = torch.zeros((batch, layout.seq_len), device=device) if bias is None else bias.float()
+    weights = torch.zeros((batch, layout.seq_len), dtype=torch.float32, device=device) if bias is None else bias.float()
     if keep is not None:
         weights = weights.masked_fill(~keep, -torch.inf)
     weights = weights if layout.is_identity else weights.index_select(1, layout.order)

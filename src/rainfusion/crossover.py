@@ -54,12 +54,13 @@ def _times(runner: str, q: Tensor, k: Tensor, density: float, options: Options) 
     """Seconds, dense and sparse, on an H200."""
     speed = SPEEDS[runner]
     if options.compensate:  # each row also attends to the means of all blocks
-        blocks = math.ceil(k.shape[2] / options.block_size)
+        blocks = max(1, math.ceil(k.shape[2] / options.block_size))
         density += math.ceil(blocks / options.block_size) / blocks
     batch, heads, q_len, head_dim = q.shape
     flops = 4.0 * batch * heads * q_len * k.shape[2] * max(head_dim, 64)
     # pool q; read and write k and v; pool the parts of k
-    passes = (q.numel() + (4 if options.parts == 1 else 5) * k.numel()) * q.element_size()
+    of_k = 5 if options.strategy == "rf_v2" and options.parts > 1 else 4
+    passes = (q.numel() + of_k * k.numel()) * q.element_size()
     dense = flops / DENSE_RATE + DENSE_START
     return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.launches
 

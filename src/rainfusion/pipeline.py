@@ -77,6 +77,8 @@ def attend_in(
     share: Share | None = None,
 ) -> tuple[Tensor, Tensor | None, BlockMask | None]:
     """`attend` in layouts of the caller's own, always with `runner`; the options' layout arguments are not read."""
+    if mask is None and options.strategy == "dense":
+        options = options._replace(compensate=False)  # nothing is skipped
     if mask is not None:
         mask.check_values()
     elif options.target_error and not _empty(q, k):

@@ -17,6 +17,7 @@ from rainfusion.backends import triton
 from rainfusion.backends.triton import LOG2E, Keys, Scales, choose_blocks, device_guard, predict
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+from rainfusion.pooling import live_blocks
 
 __all__ = ["attend", "attend_blocks", "choose_blocks", "predict", "prepare", "why_not"]
 
@@ -124,9 +125,10 @@ def prepare(
     total = dict(ALL=blocks + spare, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
     quantise.quantise_kernel[grid](k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes)
     if v_means is not None:  # the means, as blocks of keys and values behind the others
+        live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         quantise.quantise_kernel[(batch * heads * spare,)](
-            means, v_means, layout.order, None, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
-            FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False, HAS_KEEP=False),
+            means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
+            FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
         )  # fmt: skip
     if pool > 1:
         means = triton.block_means(k, layout, keep, pool)

@@ -408,7 +408,7 @@ def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.dev
     if bias is not None:
         weights = torch.logsumexp(bias.unflatten(1, (blocks, size)) / LOG2E, 2) * LOG2E
         return F.pad(weights, (0, width - blocks), value=-torch.inf).contiguous()
-    weights = torch.full((1, width), -torch.inf, device=device)
+    weights = torch.full((1, width), -torch.inf, dtype=torch.float32, device=device)
     weights[:, :blocks] = math.log2(size)
     weights[:, blocks - 1] = math.log2(layout.seq_len - (blocks - 1) * size)
     return weights

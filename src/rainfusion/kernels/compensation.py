@@ -26,7 +26,8 @@ def stand_ins_kernel(
     if key_bias is None:
         b_last = tl.where(o_key < Sk, 0.0, float("-inf"))
     else:
-        b_last = tl.load(key_bias + b * (NK * BLOCK) + o_key)
+        m_last = (o_key < NK * BLOCK) & (count > 0)
+        b_last = tl.load(key_bias + b * (NK * BLOCK) + o_key, mask=m_last, other=0.0)
     tl.store(p_bias + WIDTH + tl.arange(0, BLOCK), b_last)
     tl.debug_barrier()  # the weights are there before some of them are taken back
     m_kept = (o_n < count) & (o_n < NK)

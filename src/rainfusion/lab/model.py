@@ -58,11 +58,11 @@ def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: 
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
-    options = {**(RECOMMENDED if options.get("sparse_type") != "ada_bsa" else {}), **options}
+    defaults = RECOMMENDED if options.get("sparse_type") != "ada_bsa" else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         budget = {"sparsity": sparsity} if profile is None else profile.arguments(str(place.layer))
-        out: Tensor = sparse_attention(q, k, v, **{**arguments_at(place), **budget, **options})
+        out: Tensor = sparse_attention(q, k, v, **{**defaults, **arguments_at(place), **budget, **options})
         return out
 
     return attend
