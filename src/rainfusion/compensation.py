@@ -24,13 +24,18 @@ def log_weights(
     layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, batch: int, device: torch.device
 ) -> Tensor:
     """fp32 [B, NK]: log of the number of keys in each block; -inf for a block with none left."""
-    weights = torch.zeros((batch, layout.seq_len), dtype=torch.float32, device=device) if bias is None else bias.float()
-    if keep is not None:
-        weights = weights.masked_fill(~keep, -torch.inf)
-    weights = weights if layout.is_identity else weights.index_select(1, layout.order)
-    padding = layout.num_blocks * layout.block_size - layout.seq_len
-    blocks: Tensor = F.pad(weights, (0, padding), value=-torch.inf).unflatten(1, (-1, layout.block_size))
+    blocks: Tensor = key_bias(layout, keep, bias, batch, device).unflatten(1, (-1, layout.block_size))
     return blocks.logsumexp(2)
+
+
+def key_bias(layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """fp32 [B, NK * block_size] in block order: -inf for keys that were removed, and behind the last one."""
+    total = torch.zeros((batch, layout.seq_len), dtype=torch.float32, device=device) if bias is None else bias.float()
+    if keep is not None:
+        total = total.masked_fill(~keep, -torch.inf)
+    total = total if layout.is_identity else total.index_select(1, layout.order)
+    padding = layout.num_blocks * layout.block_size - layout.seq_len
+    return F.pad(total, (0, padding), value=-torch.inf)
 
 
 def add(

@@ -103,7 +103,7 @@ def prepare(
     blocks, padded = layout.num_blocks, _padded(head_dim)
     key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
     weights = triton.stand_in_weights(layout, key_bias, k.device) if stand_ins else None
-    spare = 0 if weights is None else weights.shape[1] // _BLOCK
+    spare = triton.stand_in_blocks(weights, _BLOCK)
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*k.stride(), *v.stride(), heads, length, blocks)
@@ -155,10 +155,11 @@ def attend_blocks(
     padded = _padded(head_dim)
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
-    spare = 0 if keys.weights is None else keys.weights.shape[1] // _BLOCK
+    spare = triton.stand_in_blocks(keys.weights, _BLOCK)
     flags = None
     if keys.bias is not None:  # which blocks have a bias at all
-        flags = triton.as_bytes(F.pad((keys.bias != 0).view(batch, -1, _BLOCK).any(-1), (0, spare)))
+        biased = (keys.bias != 0).view(batch, -1, _BLOCK).any(-1)
+        flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     hopper_attention_kernel[(batch * heads * mask.num_q_blocks,)](

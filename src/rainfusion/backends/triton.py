@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rainfusion import budgets
+from rainfusion import budgets, compensation
 from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
@@ -201,7 +201,7 @@ def prepare(
 
     batch, heads, length, head_dim = k.shape
     weights = stand_in_weights(layout, total_bias, k.device) if stand_ins else None
-    spare = 0 if weights is None else weights.shape[1] // layout.block_size
+    spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
     means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool == 1 else None
@@ -291,7 +291,7 @@ def _part_mass(
         PRECISION=_products(q_means, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if keep is not None:
-        mass.masked_fill_(~live_blocks(k_layout, keep)[:, None, None], -torch.inf)
+        mass.masked_fill_(~live.unflatten(1, (columns, parts)).any(2)[:, None, None], -torch.inf)
     return mass
 
 
@@ -392,7 +392,7 @@ def attend_blocks(
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
         scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks,
-        0 if keys.weights is None else keys.weights.shape[1] // mask.block_size, q_len, keys.length,
+        stand_in_blocks(keys.weights, mask.block_size), q_len, keys.length,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, mask.block_size),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
         STAND_INS=stand_ins is not None, PRECISION=_products(q, inner_precise), num_warps=tile.warps,
@@ -414,9 +414,14 @@ def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.dev
     return weights
 
 
+def stand_in_blocks(weights: Tensor | None, block_size: int) -> int:
+    """How many blocks the means fill."""
+    return 0 if weights is None else weights.shape[1] // block_size
+
+
 def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
     """What the means that stand in for blocks count in each row, see `stand_ins_kernel`; None if there are none."""
-    from rainfusion.kernels import compensation
+    from rainfusion.kernels.compensation import stand_ins_kernel
 
     if keys.weights is None:
         return None
@@ -424,7 +429,7 @@ def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
     batch, heads, rows, columns = mask.indices.shape
     width = weights.shape[1]
     bias = torch.empty((batch, heads, rows, width + mask.block_size), dtype=torch.float32, device=weights.device)
-    compensation.stand_ins_kernel[(batch * heads * rows,)](
+    stand_ins_kernel[(batch * heads * rows,)](
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
         weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
         BLOCK=mask.block_size, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
@@ -442,12 +447,8 @@ def device_guard(q: Tensor) -> AbstractContextManager[object]:
 
 
 def key_bias(layout: TokenLayout, keep: Tensor, bias: Tensor | None) -> Tensor:
-    """fp32 [B, NK * block_size] in block order and units of log2."""
-    total = torch.zeros_like(keep, dtype=torch.float32) if bias is None else bias.float() * LOG2E
-    total = total.masked_fill(~keep, -torch.inf)
-    total = total if layout.is_identity else total.index_select(1, layout.order)
-    padding = layout.num_blocks * layout.block_size - layout.seq_len
-    return F.pad(total, (0, padding), value=-torch.inf).contiguous()
+    """`compensation.key_bias` in units of log2."""
+    return (compensation.key_bias(layout, keep, bias, len(keep), keep.device) * LOG2E).contiguous()
 
 
 @answers_once

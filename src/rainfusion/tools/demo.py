@@ -26,7 +26,6 @@ PROMPT = (
 )
 GIF, SHEET = "side_by_side.gif", "frames.png"
 GAIN = 3  # of the difference, to be seen
-OPTIONS = arguments.RECOMMENDED  # as `rainfusion.enable` has it
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,13 @@ class Plan:
 
     def sparse(self) -> Attend:
         guided = self.guidance != 1
-        return Attend(ours("rf_v2", **OPTIONS), 1 - self.sparsity, "auto", guided=guided, dense_steps=self.dense_steps)
+        return Attend(
+            ours("rf_v2", **arguments.RECOMMENDED),
+            1 - self.sparsity,
+            "auto",
+            guided=guided,
+            dense_steps=self.dense_steps,
+        )
 
 
 class Watched:
