@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rainfusion import BlockMask, arguments, budgets, sparse_attention
+from rainfusion import BlockMask, checks, sparse_attention
 from rainfusion.backends import hopper, triton
+from rainfusion.bench.shapes import SHAPES
 from rainfusion.layout import cached_layout
-from rainfusion.tools.shapes import SHAPES
+from rainfusion.prediction import budgets
 
 BACKENDS: dict[str, Any] = {"hopper": hopper, "triton": triton}
 
@@ -71,7 +72,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argpars
         print(f"gather k and v, {precision}: {ms:.3f} ms", flush=True)
     ms, _ = median(lambda: triton.block_means(q, layout), args.seconds)
     print(f"pool q: {ms:.3f} ms", flush=True)
-    options = arguments.options(q, k, predicts=True, **call)
+    options = checks.options(q, k, predicts=True, **call)
     keys = triton.prepare(k, v, layout, None, None, pool=1)
     numbers = budgets.numbers(options, q.shape[2], k.shape[2])
     both, _ = median(lambda: triton.choose_blocks(q, keys, None, layout, layout, None, options, numbers), args.seconds)
@@ -121,7 +122,7 @@ def median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
 
 
 def _layout(q: Tensor, call: dict[str, Any]) -> Any:
-    spec = arguments.layout_spec(q.shape[2], call["latent_shape_q"], call["txt_len"], None, "window", 128)
+    spec = checks.layout_spec(q.shape[2], call["latent_shape_q"], call["txt_len"], None, "window", 128)
     return cached_layout(spec, q.device)
 
 

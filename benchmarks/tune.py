@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from rainfusion.kernels.tuning import Tile, attention_tile
-from rainfusion.tools.table import table
+from rainfusion.backends.triton.kernels.tuning import Tile, attention_tile
+from rainfusion.table import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 has bf16's sizes
 HEAD_DIMS = (64, 128, 256)
@@ -113,11 +113,11 @@ def try_one(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace, loc
 def measure(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of the attention kernel with this tile, and whether its result is right."""
     import rainfusion
-    from rainfusion import arguments, pipeline
-    from rainfusion.kernels import tuning
-    from rainfusion.tools import timing
-    from rainfusion.tools.contest import kernel_alone
-    from rainfusion.tools.verification import verify
+    from rainfusion import checks, pipeline
+    from rainfusion.backends.triton.kernels import tuning
+    from rainfusion.bench import timing
+    from rainfusion.bench.contest import kernel_alone
+    from rainfusion.bench.verification import verify
 
     tuning.attention_tile = lambda *_: tile
     device = torch.device("cuda")
@@ -125,7 +125,7 @@ def measure(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace) -> 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, args.heads, tokens, head_dim, device=device, dtype=DTYPES[dtype]) for _ in range(3))
     call_arguments = dict(sparse_type="rf_v2", sparsity=args.sparsity, latent_shape_q=GRID, latent_shape_k=GRID)
-    options = arguments.options(q, k, predicts=True, **call_arguments)
+    options = checks.options(q, k, predicts=True, **call_arguments)
     call = kernel_alone(q, k, v, options, "triton")
     out = call()  # compiles
     torch.cuda.synchronize()

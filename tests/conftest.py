@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-import fuzz
+from helpers import fuzz
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -2,8 +2,8 @@
 
 from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
+from rainfusion.integrations.diffusers import calibrate, disable, enable, enabled, register_model
 from rainfusion.layout import TokenLayout
-from rainfusion.plugin import calibrate, disable, enable, enabled, register_model
 from rainfusion.profiles import Profile
 
 __version__ = "0.1.0"

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rainfusion import arguments, backends, crossover, dense, ops
-from rainfusion.arguments import Options, VideoSpan
+from rainfusion import backends, checks, ops
+from rainfusion.backends import crossover, dense
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options, VideoSpan
 from rainfusion.pipeline import full_mask
 
 
@@ -97,8 +98,8 @@ def sparse_attention(
     Returns:
         `out` in q's shape and layout, then `lse`, then `mask`, as asked for.
     """
-    q, k, v = arguments.tensors(input_layout, head_num, q=q, k=k, v=v)
-    options = arguments.options(
+    q, k, v = checks.tensors(input_layout, head_num, q=q, k=k, v=v)
+    options = checks.options(
         q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, precision=precision,
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
@@ -106,11 +107,11 @@ def sparse_attention(
         token_order=token_order, predictor=predictor, compensate=compensate, first_frame=first_frame,
         exact_budget=exact_budget, target_error=target_error, predicts=mask is None,
     )  # fmt: skip
-    return_lse, return_mask = arguments.flag("return_lse", return_lse), arguments.flag("return_mask", return_mask)
+    return_lse, return_mask = checks.flag("return_lse", return_lse), checks.flag("return_mask", return_mask)
     if mask is not None:
-        arguments.block_mask(mask, q, k, options.block_size)
+        checks.block_mask(mask, q, k, options.block_size)
     runner = backends.choose(backend, q, k, v, mask, _attended(options, mask))
-    keep, bias = arguments.key_mask(attn_mask, q, k)
+    keep, bias = checks.key_mask(attn_mask, q, k)
 
     if options.strategy != "dense" or mask is not None:
         only_out = backend == "auto" and mask is None and not (return_lse or return_mask)
@@ -142,12 +143,12 @@ def explain(*args: Any, **kwargs: Any) -> str:
     bound = inspect.signature(sparse_attention).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    q, k, v = arguments.tensors(given["input_layout"], given["head_num"], q=given["q"], k=given["k"], v=given["v"])
-    names = inspect.signature(arguments.options).parameters.keys() & given.keys() - {"q", "k"}
+    q, k, v = checks.tensors(given["input_layout"], given["head_num"], q=given["q"], k=given["k"], v=given["v"])
+    names = inspect.signature(checks.options).parameters.keys() & given.keys() - {"q", "k"}
     mask, name = given["mask"], given["backend"]
-    options = arguments.options(q, k, predicts=mask is None, **{n: given[n] for n in names})
+    options = checks.options(q, k, predicts=mask is None, **{n: given[n] for n in names})
     runner = backends.choose(name, q, k, v, mask, _attended(options, mask))
-    keep, bias = arguments.key_mask(given["attn_mask"], q, k)
+    keep, bias = checks.key_mask(given["attn_mask"], q, k)
     plain = name == "auto" and mask is None and not (given["return_lse"] or given["return_mask"])
     slower = crossover.why_dense(runner, q, k, options) if plain and options.strategy != "dense" else None
     dense_runs = plain and (options.strategy == "dense" or slower) and dense.why_not(q, keep, bias, options) is None
@@ -201,8 +202,8 @@ def predict_mask(
     The arguments are those of `sparse_attention`, without `target_error`, which needs v. With `sparse_type=None` the
     mask is full, or block-causal.
     """
-    q, k = arguments.tensors(input_layout, head_num, q=q, k=k)
-    options = arguments.options(
+    q, k = checks.tensors(input_layout, head_num, q=q, k=k)
+    options = checks.options(
         q, k, scale=scale, is_causal=is_causal, inner_precise=inner_precise, precision=precision,
         sparse_type=sparse_type, txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q,
         latent_shape_k=latent_shape_k, keep_sink=keep_sink,
@@ -211,7 +212,7 @@ def predict_mask(
         exact_budget=exact_budget, predicts=True,
     )  # fmt: skip
     runner = backends.choose(backend, q, k, k, None, options)
-    keep, _ = arguments.key_mask(attn_mask, q, k)
+    keep, _ = checks.key_mask(attn_mask, q, k)
     return ops.predict_mask(q, k, keep, options, runner)
 
 
@@ -232,12 +233,12 @@ def block_sparse_attention(
 
     Returns `out`, or `(out, lse)` with `return_lse`. The other arguments are those of `sparse_attention`.
     """
-    q, k, v = arguments.tensors(input_layout, None, q=q, k=k, v=v)
-    arguments.block_mask(mask, q, k, None)
-    options = arguments.options(q, k, scale=scale, is_causal=is_causal, block_size=mask.block_size, predicts=False)
-    return_lse = arguments.flag("return_lse", return_lse)
+    q, k, v = checks.tensors(input_layout, None, q=q, k=k, v=v)
+    checks.block_mask(mask, q, k, None)
+    options = checks.options(q, k, scale=scale, is_causal=is_causal, block_size=mask.block_size, predicts=False)
+    return_lse = checks.flag("return_lse", return_lse)
     runner = backends.choose(backend, q, k, v, mask, options)
-    keep, bias = arguments.key_mask(attn_mask, q, k)
+    keep, bias = checks.key_mask(attn_mask, q, k)
     out, lse, _ = ops.sparse_attention(q, k, v, keep, bias, mask, options, runner, False, return_lse, False)
     out = out.transpose(1, 2) if input_layout == "BSND" else out
     return (out, lse) if return_lse else out

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rainfusion import api, arguments, backends, crossover, dense, pipeline
-from rainfusion.arguments import LayoutSpec, Options
+from rainfusion import api, backends, checks, pipeline
 from rainfusion.autocast import own_precision
+from rainfusion.backends import crossover, dense
+from rainfusion.checks import LayoutSpec, Options
 from rainfusion.layout import TokenLayout, cached_layout
 
 if TYPE_CHECKING:  # torch may have been built without it
@@ -128,7 +129,7 @@ def attend_sharded(
         )  # fmt: skip
     mesh = _Mesh(ulysses_group, ring_group)
     _check_keywords(attend_kwargs)
-    q, k, v = arguments.tensors(input_layout, attend_kwargs.get("head_num"), q=q, k=k, v=v)
+    q, k, v = checks.tensors(input_layout, attend_kwargs.get("head_num"), q=q, k=k, v=v)
     _check_shards(q, k, mesh.ulysses_size)
     lengths = _lengths(sizes, q, mesh)
     call = _call(q, k, v, attn_mask, sum(lengths), order, attend_kwargs)
@@ -263,7 +264,7 @@ def _lengths(sizes: Sequence[int] | None, q: Tensor, mesh: _Mesh) -> list[int]:
         return [int(size) for size in known.flatten().tolist()]
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
         raise TypeError(f"sizes must be a list of ints, got {sizes!r} ({type(sizes).__name__})")
-    checked = [arguments.integer(f"sizes[{i}]", size, minimum=0) for i, size in enumerate(sizes)]
+    checked = [checks.integer(f"sizes[{i}]", size, minimum=0) for i, size in enumerate(sizes)]
     if len(checked) != mesh.ulysses_size * mesh.ring_size:
         raise ValueError(
             f"sizes must have a number for each of the {mesh.ulysses_size * mesh.ring_size} processes, got {checked}"
@@ -288,12 +289,12 @@ def _call(
     """Checks everything, and decides what runs, from the whole sequence and all heads."""
     q, k, v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))  # shapes, not values
     names = kwargs.keys() - {"head_num", "backend"}
-    options = arguments.options(q, k, predicts=True, **{name: kwargs[name] for name in names})
+    options = checks.options(q, k, predicts=True, **{name: kwargs[name] for name in names})
     if options.strategy == "dense":
         options = options._replace(block_size=128)
     backend = kwargs.get("backend", "auto")
     runner = backends.choose(backend, q, k, v, None, options)
-    keep, bias = arguments.key_mask(attn_mask, q, k)
+    keep, bias = checks.key_mask(attn_mask, q, k)
     wants_dense = options.strategy == "dense" or crossover.why_dense(runner, q, k, options) is not None
     is_dense = backend == "auto" and wants_dense and dense.why_not(q, keep, bias, options) is None
     specs = (options.without_layout() if is_dense else options).layout_specs(length, length)

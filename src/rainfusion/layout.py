@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rainfusion import arguments
-from rainfusion.arguments import Clip, Grid, LayoutSpec, VideoSpan
+from rainfusion import checks
+from rainfusion.checks import Clip, Grid, LayoutSpec, VideoSpan
 
 # Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128. Of the windows
 # for video, (2, 8, 8) and (2, 4, 16) gave the best samples at equal density (docs/quality.md).
@@ -75,7 +75,7 @@ class TokenLayout:
         block_size: int = 128,
     ) -> TokenLayout:
         """The layout of one sequence, on the CPU; `.to(device)` moves it."""
-        spec = arguments.layout_spec(seq_len, latent_shape, txt_len, video_spans, token_order, block_size)
+        spec = checks.layout_spec(seq_len, latent_shape, txt_len, video_spans, token_order, block_size)
         return _build(spec)
 
     @property

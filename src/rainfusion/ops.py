@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rainfusion import pipeline
-from rainfusion.arguments import Options
 from rainfusion.autocast import own_precision
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
 
 _OPTIONS = (
     "float scale, bool is_causal, SymInt inner_precise, str precision, str strategy, str predictor, bool compensate, "

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rainfusion import backends, budgets, compensation, crossover, dense, errors
-from rainfusion.arguments import Options
+from rainfusion import backends
+from rainfusion.backends import crossover, dense
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
 from rainfusion.layout import TokenLayout, cached_layout
-from rainfusion.pooling import block_means, live_blocks, present
-from rainfusion.predictors import antidiagonal_mass, mean_scores, part_mass
-from rainfusion.selection import keep_best, keep_mass
+from rainfusion.prediction import budgets, compensation, error_curves
+from rainfusion.prediction.pooling import block_means, live_blocks, present
+from rainfusion.prediction.predictors import antidiagonal_mass, mean_scores, part_mass
+from rainfusion.prediction.selection import keep_best, keep_mass
 from rainfusion.slabs import head_slabs
 
 _SELECTION_BYTES = 64 * 2**20
@@ -164,7 +166,7 @@ def _predict_for_error(
 ) -> BlockMask:
     """rf_v2's ranking, with budgets from a sample of dense rows."""
     scores = block_scores(q, k, keep, options, q_layout, k_layout, runner)
-    curves = errors.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
+    curves = error_curves.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
     number = budgets.for_error(curves, options.target_error)
     if runner in backends.FUSED:
         return backends.triton.keep_best(scores, number.flatten(), True, options.block_size, q_layout, k_layout)

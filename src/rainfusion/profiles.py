@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rainfusion import arguments
+from rainfusion import checks
 
 FORMAT = "rainfusion profile 1"
 OPTIONS: dict[str, Callable[[Any], object]] = {  # what budgets depend on -> its check
-    "token_order": lambda value: arguments.order_and_window(value, 128),
-    "predictor": lambda value: arguments.choice("predictor", value, tuple(arguments.PREDICTORS)),
-    "compensate": lambda value: arguments.flag("compensate", value),
-    "first_frame": lambda value: arguments.choice("first_frame", value, arguments.FIRST_FRAMES),
+    "token_order": lambda value: checks.order_and_window(value, 128),
+    "predictor": lambda value: checks.choice("predictor", value, tuple(checks.PREDICTORS)),
+    "compensate": lambda value: checks.flag("compensate", value),
+    "first_frame": lambda value: checks.choice("first_frame", value, checks.FIRST_FRAMES),
 }
 
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rainfusion import arguments
-from rainfusion.arguments import Options
+from rainfusion import checks
 from rainfusion.backends import hopper, portable, reference, triton
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
 from rainfusion.layout import TokenLayout
 
 
@@ -92,7 +92,7 @@ def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, 
 
 def choose(name: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options) -> str:
     """The name of the backend that will run this call; raises where the one asked for cannot."""
-    arguments.choice("backend", name, ("auto", *NAMES))
+    checks.choice("backend", name, ("auto", *NAMES))
     reasons = []
     for candidate in FASTEST_FIRST if name == "auto" else (name,):
         if candidate != "portable" and name == "auto" and q.device.type == "cpu":

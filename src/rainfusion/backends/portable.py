@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
 from rainfusion.layout import TokenLayout
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
 

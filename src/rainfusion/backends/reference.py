@@ -7,8 +7,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from rainfusion.arguments import Options
 from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
 from rainfusion.layout import TokenLayout
 
 

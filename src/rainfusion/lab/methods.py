@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainfusion import arguments
+from rainfusion import checks
 from rainfusion.api import predict_mask, sparse_attention
 from rainfusion.autocast import own_precision
 from rainfusion.blockmask import BlockMask
-from rainfusion.calibration import Recorder, allocate, highest_sparsity
 from rainfusion.lab import rules
 from rainfusion.lab.model import Grid, Place, arguments_at, dense
 from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
+from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
 
 FAMILIES = ("dense", "ours", "rule", "bound")
 KNOBS: dict[str, Callable[[float], float]] = {  # argument of sparse_attention -> its value for an amount
@@ -92,7 +92,7 @@ class Method:
             return self
         recorder = Recorder()
         for q, k, v, place in calls:
-            options = arguments.options(q, k, predicts=True, sparsity=0.5, **{**arguments_at(place), **self.options})
+            options = checks.options(q, k, predicts=True, sparsity=0.5, **{**arguments_at(place), **self.options})
             recorder.add(str(place.layer), q, k, v, None, None, options, backend)
         layers = recorder.layers
         return replace(self, budgets=cache(lambda sparsity: allocate(layers, min(sparsity, highest_sparsity(layers)))))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rainfusion.api import sparse_attention
-from rainfusion.arguments import RECOMMENDED
+from rainfusion.checks import RECOMMENDED
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
 from rainfusion.profiles import Profile
 

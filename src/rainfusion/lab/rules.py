@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rainfusion.lab.model import Place
 from rainfusion.layout import TokenLayout
-from rainfusion.pooling import block_means
+from rainfusion.prediction.pooling import block_means
 
 Choice = Callable[[float], Tensor]
 Rule = Callable[[Tensor, Tensor, TokenLayout, Place], Choice]

@@ -1,0 +1,1 @@
+"""Kernels in Gluon, Triton's language for one architecture."""

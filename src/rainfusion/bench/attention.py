@@ -1,0 +1,319 @@
+"""`rainfusion bench`: dense and sparse attention on named shapes, timed in one run.
+
+On a GPU, and wherever results are kept or drawn, `contest` measures all contenders; on a CPU `measure` is enough.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import rainfusion
+from rainfusion.bench import contest, results, timing
+from rainfusion.bench.contest import device_name
+from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.memory import peak_memory
+from rainfusion.bench.results import Row
+from rainfusion.bench.shapes import SHAPES, Shape
+from rainfusion.bench.verification import verify
+from rainfusion.layout import TokenLayout
+from rainfusion.table import table
+
+_CPU_REPEATS, _GPU_REPEATS = 5, 50
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row. Times are medians in milliseconds; the speed-up is None where the result was found wrong."""
+
+    shape: str
+    device: str
+    dtype: str
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    sparse_type: str
+    sparsity: float
+    density: float
+    dense_ms: float
+    sparse_ms: float
+    speedup: float | None
+    error_to_dense: float  # relative L2: what skipping blocks changes
+    error_to_float64: float  # relative L2 over the same blocks: what the arithmetic loses
+    allowed_error: float
+    right: bool
+    peak_mb: float | None  # of the sparse call, its output included
+    torch: str
+    rainfusion: str
+
+
+@torch.inference_mode()
+def measure(
+    shape: Shape,
+    *,
+    sparse_type: str = "rf_v2",
+    sparsity: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    precision: str = "native",
+    batch: int | None = None,
+    heads: int | None = None,
+    repeats: int = 5,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Checks the sparse result, then times dense and sparse calls in turn."""
+    device = torch.device(device)
+    batch, heads = batch or shape.batch, heads or shape.heads
+    sparsity = shape.sparsity if sparsity is None else sparsity
+    tell("inputs")
+    q, k, v = attention_inputs(shape, batch=batch, heads=heads, dtype=dtype, device=device, seed=seed)
+    kwargs = {**call_arguments(shape, sparse_type, sparsity), "backend": backend, "precision": precision}
+    layout = _layout(shape, sparse_type).to(device)
+
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def sparse() -> Tensor:
+        out: Tensor = rainfusion.sparse_attention(q, k, v, **kwargs)
+        return out
+
+    tell("dense")
+    exact = dense()
+    tell("check")
+    (out, mask), peak = peak_memory(lambda: rainfusion.sparse_attention(q, k, v, **kwargs, return_mask=True), device)
+    error_to_dense = float((out.double() - exact.double()).norm() / exact.double().norm())
+    verdict = verify(q, k, v, out, mask, layout)
+    del out, exact
+    tell("timing")
+    dense_ms, sparse_ms = _medians([dense, sparse], repeats, device)
+    return Result(
+        shape=shape.name,
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        batch=batch,
+        heads=heads,
+        tokens=shape.seq_len,
+        head_dim=shape.head_dim,
+        sparse_type=sparse_type,
+        sparsity=sparsity,
+        density=mask.density(),
+        dense_ms=dense_ms,
+        sparse_ms=sparse_ms,
+        speedup=dense_ms / sparse_ms if verdict.right else None,
+        error_to_dense=error_to_dense,
+        error_to_float64=verdict.error,
+        allowed_error=verdict.allowed,
+        right=verdict.right,
+        peak_mb=None if peak is None else peak / 2**20,
+        torch=torch.__version__,
+        rainfusion=rainfusion.__version__,
+    )
+
+
+def _layout(shape: Shape, sparse_type: str) -> TokenLayout:
+    if sparse_type != "rf_v2":
+        return TokenLayout.build(shape.seq_len)
+    return TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len)
+
+
+def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of each call. They take turns, so that a slow moment of the machine hits all of them."""
+    clock = timing.WallClock(device)
+    rounds = [[clock.milliseconds([call]) for call in calls] for _ in range(repeats + 1)]  # the first one warms up
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def format_results(results: list[Result]) -> str:
+    header = ("shape", "heads", "tokens", "type", "dtype", "dense ms", "sparse ms", "speed-up", "sparsity", "density",
+              "vs dense", "vs fp64", "peak MB")  # fmt: skip
+    rows = [
+        (
+            r.shape, str(r.heads), str(r.tokens), r.sparse_type, r.dtype, f"{r.dense_ms:.1f}", f"{r.sparse_ms:.1f}",
+            f"{r.speedup:.2f}x" if r.speedup is not None else "WRONG", f"{r.sparsity:.2f}", f"{r.density:.3f}",
+            f"{r.error_to_dense:.4f}", f"{r.error_to_float64:.1e}", "-" if r.peak_mb is None else f"{r.peak_mb:.0f}",
+        )
+        for r in results
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def default_shapes(device: torch.device) -> list[Shape]:
+    """Seconds each on a CPU; the real sizes elsewhere."""
+    return [shape for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, how, and where the results go."""
+
+    shapes: Sequence[Shape]
+    device: torch.device
+    dtype: torch.dtype
+    sparse_types: Sequence[str] = ("rf_v2",)
+    sparsities: Sequence[float | None] = (None,)  # None: the shape's own
+    precisions: Sequence[str] = ("native",)
+    backend: str = "auto"
+    batch: int | None = None  # None: the shape's own
+    heads: int | None = None
+    repeats: int | None = None  # None: more on a GPU
+    seconds: float = 2.0  # for each contender on each shape, on a GPU
+    seed: int = 0
+    flex: bool = False
+    as_json: bool = False
+    csv: Path | None = None
+    plot: Path | None = None
+    panels: Sequence[str] | None = None  # of the plot
+
+    @property
+    def rounds(self) -> int:
+        return self.repeats or (_GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS)
+
+    @property
+    def jobs(self) -> list[tuple[Shape, str, float | None]]:
+        return list(product(self.shapes, self.sparse_types, self.sparsities))
+
+
+def run(plan: Plan) -> int:
+    """Prints the table (or JSON) and returns the exit status: 1 if a result was wrong."""
+    kept = plan.csv is not None or plan.plot is not None or plan.panels is not None
+    return _run_contest(plan) if plan.device.type == "cuda" or kept else _run_pair(plan)
+
+
+def _run_pair(plan: Plan) -> int:
+    """Dense and sparse."""
+    from tqdm import tqdm
+
+    found = []
+    with tqdm(list(product(plan.jobs, plan.precisions)), desc="bench", unit="shape", file=sys.stderr) as bar:
+        for (shape, kind, sparsity), precision in bar:
+
+            def tell(stage: str, name: str = shape.name) -> None:
+                bar.set_postfix_str(
+                    f"{name}: {stage}", refresh=sys.stderr.isatty()
+                )  # in a log, a line a call is enough
+
+            result = measure(
+                shape, sparse_type=kind, sparsity=sparsity, dtype=plan.dtype, device=plan.device, backend=plan.backend,
+                precision=precision, batch=plan.batch, heads=plan.heads, repeats=plan.rounds, seed=plan.seed, tell=tell,
+            )  # fmt: skip
+            found.append(result)
+    if plan.as_json:
+        _say(json.dumps([asdict(result) for result in found], indent=2))
+    else:
+        versions = f"torch {torch.__version__}, rainfusion {rainfusion.__version__}"
+        _say(f"{found[0].device}, {versions}, synthetic video, medians of {plan.rounds}")
+        _say(format_results(found))
+        _say("relative L2 errors: 'vs dense' is what skipping blocks changes, 'vs fp64' what the arithmetic loses")
+    return 0 if all(result.right for result in found) else 1
+
+
+def _run_contest(plan: Plan) -> int:
+    """All contenders. Rows go to the file after every call, so that a run which is cut short leaves what it has."""
+    from tqdm import tqdm
+
+    if plan.csv is not None and plan.csv.exists():
+        results.read(plan.csv)  # a file of another kind is refused before the work, not after
+    rows: list[Row] = []
+    remarks: dict[str, list[str]] = {}  # -> the shapes that they concern
+    broken = False
+    with tqdm(plan.jobs, desc="bench", unit="call", file=sys.stderr) as bar:
+        bar.set_postfix_str("matmul")
+        matmul = timing.matmul_tflops(plan.device) if plan.device.type == "cuda" else None
+        for shape, kind, sparsity in bar:
+
+            def tell(stage: str, name: str = shape.name) -> None:
+                bar.set_postfix_str(
+                    f"{name}: {stage}", refresh=sys.stderr.isatty()
+                )  # in a log, a line a call is enough
+
+            outcome = contest.measure(
+                shape, sparse_type=kind, sparsity=sparsity, precisions=plan.precisions, dtype=plan.dtype,
+                device=plan.device, backend=plan.backend, batch=plan.batch, heads=plan.heads, repeats=plan.rounds,
+                seconds=plan.seconds, seed=plan.seed, flex=plan.flex, matmul_tflops=matmul, tell=tell,
+            )  # fmt: skip
+            if plan.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()  # of the graphs
+            rows += outcome.rows
+            broken = broken or bool(outcome.broken)
+            for kind_of, about in (("left out", outcome.left_out), ("BROKEN", outcome.broken)):
+                for name, reason in about.items():
+                    remarks.setdefault(f"{kind_of}: {name}: {reason}", []).append(shape.name)
+            if plan.csv is not None:
+                results.update(plan.csv, outcome.rows)
+            for line in _summary(outcome.rows):
+                bar.write(line, file=sys.stderr)
+    notes = sys.stderr if plan.as_json else sys.stdout
+    for remark, names in remarks.items():
+        where = "" if len(names) == len(plan.jobs) else f" ({', '.join(dict.fromkeys(names))})"
+        print(remark + where, file=notes, flush=True)
+    if plan.plot is not None:
+        _draw(rows, plan.plot, plan.panels, notes)
+    if plan.as_json:
+        _say(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _say(_heading(rows, plan))
+        _say(results.format_rows(rows))
+    wrong = any(not row.right for row in rows if row.contender.endswith((" kernel", " call", " graph")))
+    return 1 if wrong or broken else 0
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each whole call, to read while others are measured."""
+    return [
+        f"{row.shape} at {row.sparsity:g}, {row.contender}, {row.precision}: {row.ms:.3f} ms, "
+        + (f"{row.speedup:.2f}x" if row.speedup is not None else "no speed-up" if row.right else "WRONG")
+        for row in rows
+        if row.contender.endswith(" call")
+    ]
+
+
+def _heading(rows: Sequence[Row], plan: Plan) -> str:
+    first = rows[0]
+    peak = "" if first.matmul_tflops is None else f"; a bf16 matmul reaches {first.matmul_tflops:.0f} TFLOP/s"
+    return (
+        f"{first.gpu}, torch {first.torch}, triton {first.triton}, rainfusion {first.rainfusion}, synthetic video, "
+        f"medians of up to {plan.rounds} rounds or {plan.seconds:g} s{peak}\n"
+        "TFLOP/s on the kept blocks; 'around': beyond the kernel, in percent of it; 'peak MB': beyond inputs and "
+        "output;\n"
+        "relative L2 errors: 'vs dense' is what skipping blocks changes, 'vs fp64' what the arithmetic loses"
+    )
+
+
+def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as_json: bool) -> int:
+    """The rows of a file as a picture, a table or JSON, without measuring anything."""
+    rows = results.read(csv)
+    if plot is not None:
+        _draw(rows, plot, panels, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        _say(json.dumps([asdict(row) for row in rows], indent=2))
+    elif plot is None:
+        _say(results.format_rows(rows))
+    return 0
+
+
+def _draw(rows: Sequence[Row], path: Path, panels: Sequence[str] | None, notes: TextIO) -> None:
+    from rainfusion.bench.pictures import speedup_figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    speedup_figure(rows, panels).savefig(path)
+    print(f"wrote {path}", file=notes, flush=True)
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        print(line, flush=True)

@@ -1,0 +1,393 @@
+"""One attention call, measured against what else can compute it: who is how fast, and is the result right?
+
+Contenders: dense and sparse baselines, and ours: the attention kernel alone (keys prepared and blocks chosen
+beforehand), the whole call, and the whole call replayed from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import rainfusion
+from rainfusion import backends, checks, pipeline
+from rainfusion.bench import baselines, timing
+from rainfusion.bench.baselines import Baseline, Call, Setting, first_line
+from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.memory import peak_memory
+from rainfusion.bench.results import Row
+from rainfusion.bench.shapes import Shape
+from rainfusion.bench.verification import QUANTISED_ERROR, Verdict, verify
+from rainfusion.blockmask import BlockMask
+from rainfusion.checks import Options
+from rainfusion.layout import TokenLayout
+from rainfusion.prediction import budgets
+
+_BASELINE_SLACK = 3.0  # other libraries round in other places: this finds a wrong setup, not a lost bit
+_CHECKED_ROWS = 12  # blocks of rows
+
+
+class Outcome(NamedTuple):
+    rows: list[Row]
+    left_out: dict[str, str]  # contender -> why
+    broken: dict[str, str]  # the same for contenders of ours, which should have run
+
+
+@dataclass(frozen=True)
+class _Contender:
+    name: str
+    calls: list[Call]  # the same call on different memory
+    precision: str
+    dense: bool
+    exact: bool
+    ours: bool
+    density: float
+    tflop: float  # of a call
+    peak_mb: float | None
+    error_to_dense: float
+    verdict: Verdict | None
+
+    @property
+    def right(self) -> bool:
+        return self.verdict is None or self.verdict.right
+
+
+def dense_tflop(q: Tensor, k: Tensor) -> float:
+    """q k^T and p v, two operations for each product: 4 B H Sq Sk D."""
+    batch, heads, q_len, head_dim = q.shape
+    return 4 * batch * heads * q_len * k.shape[2] * head_dim / 1e12
+
+
+def kept_tflop(mask: BlockMask, head_dim: int) -> float:
+    """The same over the kept blocks, each of them counted whole."""
+    return 4 * head_dim * mask.block_size**2 * int(mask.counts.sum(dtype=torch.int64)) / 1e12
+
+
+def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str) -> Call:
+    """The attention kernel as a call, with everything before it done.
+
+    The one place that knows the stages of `backends.triton` and `backends.hopper`.
+    """
+    backend: Any = import_module(f"rainfusion.backends.{runner}")
+    q_layout, k_layout = pipeline.layouts(q, k, options)
+    extra = {} if options.precision == "native" else {"precision": options.precision}
+    mask = None
+    numbers = budgets.numbers(options, q.shape[2], k.shape[2])
+    if options.strategy == "ada_bsa":  # from k as it is, before it may be quantised
+        mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
+    with backends.triton.device_guard(q):
+        keys = backend.prepare(
+            k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), stand_ins=options.compensate,
+            **extra,
+        )  # fmt: skip
+        mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
+
+    def call() -> Tensor:
+        with backends.triton.device_guard(q):
+            out, _ = backend.attend_blocks(
+                q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
+                inner_precise=options.inner_precise, return_lse=False,
+            )  # fmt: skip
+        return out  # type: ignore[no-any-return]
+
+    return call
+
+
+def replayed(call: Call, device: torch.device) -> Call:
+    """The same call from a CUDA graph: its result is always in the same memory."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@torch.inference_mode()
+def measure(
+    shape: Shape,
+    *,
+    sparse_type: str = "rf_v2",
+    sparsity: float | None = None,
+    precisions: Sequence[str] = ("native",),
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    backend: str = "auto",
+    batch: int | None = None,
+    heads: int | None = None,
+    repeats: int = 50,
+    seconds: float = 2.0,
+    seed: int = 0,
+    flex: bool = False,
+    matmul_tflops: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Checks every contender's result, then times all of them in turn."""
+    contest = _Contest(
+        shape, sparse_type, shape.sparsity if sparsity is None else sparsity, dtype, torch.device(device), tell
+    )
+    contest.make_inputs(batch or shape.batch, heads or shape.heads, seed)
+    contest.enter_ours(backend, precisions)
+    for baseline in (*baselines.DENSE, *baselines.SPARSE, *(baselines.FLEX if flex else ())):
+        contest.enter(baseline)
+    contest.reference = None
+    contest.contenders.sort(key=lambda contender: (not contender.dense, contender.ours))  # dense, sparse, ours
+    calls = [contender.calls for contender in contest.contenders]
+    timings = timing.take_turns(calls, timing.clock_for(contest.device), repeats=repeats, seconds=seconds, tell=tell)
+    rows = contest.rows(timings, matmul_tflops)
+    return Outcome(rows, contest.left_out, contest.broken)
+
+
+class _Contest:
+    """The contenders of one call, as they are entered."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        sparse_type: str,
+        sparsity: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.shape, self.sparse_type, self.sparsity = shape, sparse_type, sparsity
+        self.dtype, self.device, self.tell = dtype, device, tell
+        self.kwargs = call_arguments(shape, sparse_type, sparsity)
+        self.contenders: list[_Contender] = []
+        self.left_out: dict[str, str] = {}
+        self.broken: dict[str, str] = {}
+        self.sets: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.mask: BlockMask | None = None
+        self.reference: Tensor | None = None  # dense attention
+
+    def make_inputs(self, batch: int, heads: int, seed: int) -> None:
+        self.tell("inputs")
+        first = attention_inputs(self.shape, batch=batch, heads=heads, dtype=self.dtype, device=self.device, seed=seed)
+        copies = timing.copies_needed(first, timing.cache_bytes(self.device))
+        q, k, v = first
+        self.sets = [first, *((q.clone(), k.clone(), v.clone()) for _ in range(copies - 1))]
+        self.layout, _ = pipeline.layouts(q, k, self._options("native"))
+        self.reference = F.scaled_dot_product_attention(q, k, v)
+
+    def _options(self, precision: str) -> Options:
+        q, k, _ = self.sets[0]
+        return checks.options(q, k, predicts=True, precision=precision, **self.kwargs)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # ours
+
+    def enter_ours(self, backend: str, precisions: Sequence[str]) -> None:
+        q, k, v = self.sets[0]
+        refusals: list[str] = []
+        for precision in precisions:
+            try:
+                runner = backends.choose(backend, q, k, v, None, self._options(precision))
+            except ValueError as error:
+                refusals.append(str(error))
+                self.left_out[f"ours in {precision}"] = str(error)
+                continue
+            self._enter_precision(runner, precision)
+        if len(refusals) == len(precisions):
+            raise ValueError(refusals[0])
+
+    def _enter_precision(self, runner: str, precision: str) -> None:
+        kwargs = {**self.kwargs, "backend": runner, "precision": precision}
+        whole: list[Call] = [partial(rainfusion.sparse_attention, *qkv, **kwargs) for qkv in self.sets]
+        options = self._options(precision)
+        mask: BlockMask | None = None
+        stages: dict[str, Callable[[], list[Call]]] = {
+            "kernel": lambda: [kernel_alone(*qkv, options, runner) for qkv in self.sets],
+            "call": lambda: whole,
+            "graph": lambda: [replayed(call, self.device) for call in whole],
+        }
+        for stage, make in stages.items():
+            name = f"{runner} {stage}"
+            self.tell(f"{name} in {precision}")
+            reason = self._why_no_stage(stage, runner)
+            if reason is not None:
+                self.left_out[name] = reason
+                continue
+            try:
+                if mask is None:
+                    mask = rainfusion.sparse_attention(*self.sets[0], **kwargs, return_mask=True)[1]
+                    self.mask = self.mask or mask
+                self._check_ours(name, precision, make(), mask)
+            except Exception as error:  # the others still run; the exit status tells
+                self.broken[f"{name} in {precision}"] = first_line(error)
+
+    def _why_no_stage(self, stage: str, runner: str) -> str | None:
+        if stage == "kernel" and runner not in backends.FUSED:
+            return "it has no kernel to time alone"
+        if stage == "graph" and runner not in backends.FUSED:
+            return "it reads counts back from the device, which a CUDA graph cannot hold"
+        if stage == "graph" and self.device.type != "cuda":
+            return f"CUDA graphs need a CUDA device, got {self.device.type}"
+        return None
+
+    def _check_ours(self, name: str, precision: str, calls: list[Call], mask: BlockMask) -> None:
+        out, peak = self._run(calls[0])
+        self.contenders.append(
+            _Contender(
+                name=name, calls=calls, precision=precision, dense=False, exact=precision == "native", ours=True,
+                density=mask.density(), tflop=kept_tflop(mask, self.shape.head_dim),
+                peak_mb=None if name.endswith("graph") else peak, error_to_dense=self._error_to_dense(out),
+                verdict=self._verify(out, mask, self.layout, None if precision == "native" else QUANTISED_ERROR, 1.5),
+            )
+        )  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # others
+
+    def enter(self, baseline: Baseline) -> None:
+        reason = baseline.why_not(self.sets[0][0])
+        if reason is None and self.mask is None and not baseline.dense:
+            reason = "there is no mask, since none of ours ran"
+        if reason is None:
+            self.tell(baseline.name)
+            try:
+                self._check_baseline(baseline)
+            except Exception as error:  # it is not ours to mend
+                reason = f"failed: {first_line(error)}"
+        if reason is not None:
+            self.left_out[baseline.name] = reason
+
+    def _check_baseline(self, baseline: Baseline) -> None:
+        q, k, _ = self.sets[0]
+        mask = _full_mask(q, k) if baseline.dense or self.mask is None else self.mask
+        calls = baseline.prepare([Setting(*qkv, mask, self.layout) for qkv in self.sets])
+        out, peak = self._run(calls[0])
+        if baseline.reordered:
+            out = self.layout.restore(out)
+        verdict = None
+        if baseline.same_blocks:
+            allowed = None if baseline.exact else QUANTISED_ERROR
+            layout = TokenLayout.build(q.shape[2]).to(self.device) if baseline.dense else self.layout
+            verdict = self._verify(out, mask, layout, allowed, _BASELINE_SLACK)
+        density = 1.0 if baseline.dense else mask.density()
+        self.contenders.append(
+            _Contender(
+                name=baseline.name, calls=calls, precision="native" if baseline.exact else "int8",
+                dense=baseline.dense, exact=baseline.exact, ours=False, density=density,
+                tflop=dense_tflop(q, k) if baseline.dense else kept_tflop(mask, self.shape.head_dim), peak_mb=peak,
+                error_to_dense=self._error_to_dense(out), verdict=verdict,
+            )
+        )  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # checks
+
+    def _run(self, call: Call) -> tuple[Tensor, float | None]:
+        """-> the result, and the most megabytes held beyond it."""
+        call()  # compiles, tunes, fills caches
+        out, peak = peak_memory(call, self.device)
+        if peak is None:
+            return out, None
+        return out, max(0, peak - out.numel() * out.element_size()) / 2**20
+
+    def _verify(
+        self, out: Tensor, mask: BlockMask, layout: TokenLayout, allowed: float | None, slack: float
+    ) -> Verdict:
+        return verify(*self.sets[0], out, mask, layout, _CHECKED_ROWS, allowed=allowed, slack=slack)
+
+    def _error_to_dense(self, out: Tensor) -> float:
+        assert self.reference is not None
+        return relative_error(out, self.reference)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # rows
+
+    def rows(self, timings: Sequence[timing.Timing], matmul_tflops: float | None) -> list[Row]:
+        measured = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        pairs = list(zip(self.contenders, timings, strict=True))
+        times = {contender.name + contender.precision: t.ms for contender, t in pairs}
+        dense = {c.name: t.ms for c, t in pairs if c.dense and c.exact and c.right}
+        best, cudnn = min(dense.values(), default=None), dense.get("cuDNN")
+        q = self.sets[0][0]
+        rows = []
+        for contender, t in pairs:
+            runner, _, stage = contender.name.rpartition(" ")
+            kernel_ms = times.get(f"{runner} kernel{contender.precision}")
+            around = contender.ours and stage != "kernel" and kernel_ms is not None
+            verdict = contender.verdict
+            rows.append(
+                Row(
+                    gpu=device_name(self.device),
+                    shape=self.shape.name,
+                    batch=q.shape[0],
+                    heads=q.shape[1],
+                    tokens=q.shape[2],
+                    head_dim=q.shape[3],
+                    dtype=str(self.dtype).removeprefix("torch."),
+                    precision=contender.precision,
+                    sparse_type="dense" if contender.dense else self.sparse_type,
+                    sparsity=0.0 if contender.dense else self.sparsity,
+                    contender=contender.name,
+                    **versions(),
+                    density=contender.density,
+                    ms=t.ms,
+                    low_ms=t.low_ms,
+                    high_ms=t.high_ms,
+                    rounds=t.rounds,
+                    tflops=1000 * contender.tflop / t.ms,
+                    matmul_tflops=matmul_tflops,
+                    speedup=best / t.ms if best is not None and contender.right else None,
+                    speedup_cudnn=cudnn / t.ms if cudnn is not None and contender.right else None,
+                    around_percent=100 * (t.ms / kernel_ms - 1) if around and kernel_ms is not None else None,
+                    peak_mb=contender.peak_mb,
+                    error_to_dense=contender.error_to_dense,
+                    error_to_float64=None if verdict is None else verdict.error,
+                    allowed_error=None if verdict is None else verdict.allowed,
+                    right=contender.right,
+                    measured=measured,
+                )
+            )
+        return rows
+
+
+def _full_mask(q: Tensor, k: Tensor) -> BlockMask:
+    """Every block, without a list for each head."""
+    one = BlockMask.full(1, 1, q.shape[2], k.shape[2], device=q.device)
+    batch, heads = q.shape[:2]
+    return BlockMask(one.counts.expand(batch, heads, -1), one.indices.expand(batch, heads, -1, -1))
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """Relative L2 distance, a head at a time."""
+    difference = sum(
+        (ours.double() - theirs.double()).square().sum()
+        for ours, theirs in zip(out.flatten(0, 1), exact.flatten(0, 1), strict=True)
+    )
+    size = sum(theirs.double().square().sum() for theirs in exact.flatten(0, 1))
+    return float((difference / size) ** 0.5)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+
+
+def versions() -> dict[str, str]:
+    try:
+        triton = str(import_module("triton").__version__)
+    except ImportError:
+        triton = "none"
+    return dict(rainfusion=rainfusion.__version__, torch=str(torch.__version__), triton=triton)

@@ -1,0 +1,59 @@
+"""The calls that are measured: synthetic q, k and v for a named shape, and the arguments that go with them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rainfusion.bench import synthetic
+from rainfusion.bench.shapes import Shape
+
+_DISTINCT_HEADS = 4  # made on the CPU; on a GPU the others are these with other noise, which takes no time
+_NOISE = 0.1
+
+
+def attention_inputs(
+    shape: Shape, *, batch: int, heads: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [batch, heads, S, D]."""
+    if device.type != "cuda":
+        parts = [_one(shape, heads, dtype, device, seed + b) for b in range(batch)]
+        q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
+        return q, k, v
+    few = min(heads, _DISTINCT_HEADS)
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v = (_spread(x[0], batch, heads, generator) for x in _one(shape, few, dtype, device, seed))
+    return q, k, v
+
+
+@lru_cache(maxsize=1)  # a sweep over sparsities has the same inputs every time; nobody writes into them
+def _one(shape: Shape, heads: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    if shape.latent_shape is None:
+        return synthetic.tokens_qkv(shape.tokens, heads, shape.head_dim, seed=seed, dtype=dtype, device=device)
+    latent = synthetic.video_latent(shape.latent_shape, seed=seed)
+    return synthetic.video_qkv(
+        latent, heads, shape.head_dim, txt_len=shape.txt_len, seed=seed, dtype=dtype, device=device
+    )
+
+
+def _spread(x: Tensor, batch: int, heads: int, generator: torch.Generator) -> Tensor:
+    """A few heads [few, S, D] -> [batch, heads, S, D], noise on all but the first few."""
+    few = x.shape[0]
+    out = x.new_empty((batch, heads, *x.shape[1:]))
+    for number, part in enumerate(out.view(batch * heads, *x.shape[1:])):
+        part.copy_(x[number % few])
+        if number >= few:
+            part.add_(torch.randn(part.shape, generator=generator, device=x.device, dtype=x.dtype), alpha=_NOISE)
+    return out
+
+
+def call_arguments(shape: Shape, sparse_type: str, sparsity: float) -> dict[str, Any]:
+    """Of `sparse_attention`, beside the tensors."""
+    arguments: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity)
+    if sparse_type == "rf_v2":
+        latent = None if shape.latent_shape is None else list(shape.latent_shape)
+        arguments.update(latent_shape_q=latent, latent_shape_k=latent, txt_len=shape.txt_len)
+    return arguments

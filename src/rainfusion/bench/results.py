@@ -1,0 +1,189 @@
+"""Measurements as rows of a CSV file: one row for each GPU, shape, setting, contender and version.
+
+Measuring again replaces the row. The file in the repository is `benchmarks/results/attention.csv`. Reading, merging and
+writing serve any frozen dataclass of strings, numbers and truth values that has a `key`.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
+
+from rainfusion.table import table
+
+KEY = (
+    "gpu", "shape", "batch", "heads", "tokens", "head_dim", "dtype", "precision", "sparse_type", "sparsity",
+    "contender", "rainfusion", "torch", "triton",
+)  # fmt: skip
+VERSIONS = ("rainfusion", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one call. None where there is nothing to say; no speed-up where the result was wrong."""
+
+    gpu: str
+    shape: str
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    dtype: str
+    precision: str
+    sparse_type: str  # "dense" for what computes every block
+    sparsity: float
+    contender: str
+    rainfusion: str
+    torch: str
+    triton: str
+    density: float
+    ms: float
+    low_ms: float  # quartiles
+    high_ms: float
+    rounds: int
+    tflops: float  # on the kept blocks
+    matmul_tflops: float | None  # of an 8192^3 bf16 product, in the same run
+    speedup: float | None  # against the best dense baseline of the same run
+    speedup_cudnn: float | None
+    around_percent: float | None  # what the call takes beyond the kernel, in percent of the kernel
+    peak_mb: float | None  # beyond inputs and output
+    error_to_dense: float | None  # relative L2: what skipping blocks changes
+    error_to_float64: float | None  # relative L2 over the same blocks: what the arithmetic loses
+    allowed_error: float | None
+    right: bool
+    measured: str  # UTC
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in KEY)
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The key without versions."""
+        return tuple(getattr(self, name) for name in KEY if name not in VERSIONS)
+
+    @property
+    def matmul_share(self) -> float | None:
+        return None if self.matmul_tflops is None else self.tflops / self.matmul_tflops
+
+
+class Keyed(Protocol):
+    """A dataclass whose rows are found again by their key."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+
+
+R = TypeVar("R", bound=Keyed)
+
+
+def columns(kind: type[Keyed]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+@overload
+def read(path: Path) -> list[Row]: ...
+@overload
+def read(path: Path, kind: type[R]) -> list[R]: ...
+def read(path: Path, kind: Any = Row) -> list[Any]:
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    names = columns(kind)
+    if not lines or tuple(lines[0]) != names:
+        missing = [name for name in names if not lines or name not in lines[0]]
+        raise ValueError(f"{path} must have the columns of rainfusion bench --csv; missing: {', '.join(missing)}")
+    types = get_type_hints(kind)
+    rows = []
+    for number, line in enumerate(lines[1:], 2):
+        if len(line) != len(names):
+            raise ValueError(f"{path}, line {number}: must have {len(names)} values, got {len(line)}")
+        try:
+            rows.append(kind(*(_parse(text, types[name]) for name, text in zip(names, line, strict=True))))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if text == "" and kind is not str:
+        return None
+    if kind is bool:
+        return text == "True"
+    return kind(text) if kind in (str, int) else float(text)
+
+
+def merge(old: Iterable[R], new: Iterable[R]) -> list[R]:
+    """New rows take the place of old ones with the same key; the others follow at the end."""
+    rows = {row.key: row for row in old}
+    rows.update((row.key, row) for row in new)
+    return list(rows.values())
+
+
+def update(path: Path, new: Sequence[R]) -> None:
+    """Reads, merges and writes the file, in one step for whoever reads it meanwhile."""
+    if not new:
+        return
+    kind = type(new[0])
+    rows = merge(read(path, kind) if path.exists() else [], [rounded(row) for row in new])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    with open(fresh, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns(kind))
+        writer.writerows([_text(value) for value in astuple(row)] for row in rows)
+    os.replace(fresh, path)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def rounded(row: R) -> R:
+    """As it comes back from a file, so that keys agree."""
+    kind, types = type(row), get_type_hints(type(row))
+    return kind(*(_parse(_text(getattr(row, name)), types[name]) for name in columns(kind)))
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Of rows that differ in versions only, the one measured last."""
+    latest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        other = latest.get(row.setting)
+        if other is None or row.measured >= other.measured:
+            latest[row.setting] = row
+    return list(latest.values())
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    header = (
+        "shape", "contender", "precision", "sparsity", "density", "ms", "TFLOP/s", "of matmul", "vs best dense",
+        "vs cuDNN", "around", "peak MB", "vs dense", "vs fp64",
+    )  # fmt: skip
+    return table(header, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    precision = row.dtype if row.precision == "native" else row.precision
+    share = row.matmul_share
+    return (
+        row.shape, row.contender, precision, f"{row.sparsity:.2f}", f"{row.density:.3f}", f"{row.ms:.3f}",
+        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
+        "-" if share is None else f"{share:.0%}",
+        _times(row.speedup) if row.right else "WRONG", _times(row.speedup_cudnn) if row.right else "WRONG",
+        "-" if row.around_percent is None else f"{row.around_percent:+.1f}%",
+        "-" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+        "-" if row.error_to_dense is None else f"{row.error_to_dense:.4f}",
+        "-" if row.error_to_float64 is None else f"{row.error_to_float64:.1e}",
+    )  # fmt: skip
+
+
+def _times(factor: float | None) -> str:
+    return "-" if factor is None else f"{factor:.2f}x"

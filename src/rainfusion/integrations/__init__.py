@@ -1,0 +1,1 @@
+"""Integrations: programs that run models, with sparse attention in them."""

@@ -1,0 +1,104 @@
+"""What the attention calls of a pipeline did: how many were sparse, why others were not, how much was computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rainfusion.table import table
+
+
+@dataclass
+class LayerTally:
+    """Of one layer. Blocks are summed on the device, and read when somebody asks."""
+
+    sparse_calls: int = 0
+    dense_calls: int = 0
+    kept: Tensor | int = 0
+    blocks: int = 0
+
+    def density(self) -> float | None:
+        return int(self.kept) / self.blocks if self.blocks else None
+
+
+class Tally:
+    """Counts while a model runs."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerTally() for _ in range(layers)]
+        self.reasons: Counter[str] = Counter()
+        self.layouts: Counter[str] = Counter()
+
+    def sparse(self, layer: int, layout: str, kept: Tensor | int = 0, blocks: int = 0) -> None:
+        entry = self.layers[layer]
+        entry.sparse_calls += 1
+        entry.kept = entry.kept + kept
+        entry.blocks += blocks
+        self.layouts[layout] += 1
+
+    def dense(self, layer: int, reason: str) -> None:
+        self.layers[layer].dense_calls += 1
+        self.reasons[reason] += 1
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Attention calls since `enable`: print it for a table.
+
+    `reasons`: why calls were dense, in words, and how many. `density`: the share of blocks that each layer computed
+    in its sparse calls, None where there was none. `layouts`: which grids were found, and in how many calls.
+    """
+
+    sparse_calls: int
+    dense_calls: int
+    reasons: dict[str, int]
+    density: dict[str, float | None]
+    layouts: dict[str, int]
+    calls: dict[str, tuple[int, int]] = field(repr=False)  # layer -> sparse, dense
+
+    @classmethod
+    def of(cls, tallies: dict[str, tuple[list[str], Tally]]) -> Stats:
+        """tallies: name of a transformer ("" if alone) -> names of its layers, and their tally."""
+        reasons: Counter[str] = Counter()
+        layouts: Counter[str] = Counter()
+        density: dict[str, float | None] = {}
+        calls: dict[str, tuple[int, int]] = {}
+        for prefix, (names, tally) in tallies.items():
+            reasons.update(tally.reasons)
+            layouts.update(tally.layouts)
+            for name, entry in zip(names, tally.layers, strict=True):
+                full = f"{prefix}.{name}" if prefix else name
+                density[full] = entry.density()
+                calls[full] = entry.sparse_calls, entry.dense_calls
+        return cls(
+            sparse_calls=sum(sparse for sparse, _ in calls.values()),
+            dense_calls=sum(dense for _, dense in calls.values()),
+            reasons=dict(reasons.most_common()),
+            density=density,
+            layouts=dict(layouts.most_common()),
+            calls=calls,
+        )
+
+    @property
+    def mean_density(self) -> float | None:
+        """Over the layers that had sparse calls."""
+        known = [share for share in self.density.values() if share is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def summary(self) -> str:
+        """Without the layers."""
+        share = "" if self.mean_density is None else f", {self.mean_density:.1%} of the blocks computed"
+        lines = [f"{self.sparse_calls} sparse and {self.dense_calls} dense attention calls{share}"]
+        lines += [f"dense: {count} calls: {reason}" for reason, count in self.reasons.items()]
+        lines += [f"sparse: {count} calls: {layout}" for layout, count in self.layouts.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows = [
+            (name, str(sparse), str(dense), "-" if self.density[name] is None else f"{self.density[name]:.3f}")
+            for name, (sparse, dense) in self.calls.items()
+        ]
+        return "\n".join([self.summary, table(("layer", "sparse", "dense", "density"), rows)])

@@ -1,0 +1,421 @@
+"""`rainfusion quality`: samples of the lab model with dense and sparse attention, from the same noise, compared.
+
+    dense sample -> a few captured calls -> an amount for each method and density -> samples -> metrics -> rows
+
+Methods stand side by side at equal *realised* density: for each, the amount that gives it on the captured calls is
+found by bisection.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rainfusion
+from rainfusion import backends, checks, lab
+from rainfusion.autocast import own_precision
+from rainfusion.bench.contest import device_name
+from rainfusion.lab import comparison as results
+from rainfusion.lab import methods, rules, weights
+from rainfusion.lab.comparison import Comparison, Row
+from rainfusion.lab.methods import DENSE, SAME, Attend, Method
+from rainfusion.lab.metrics import METRICS
+from rainfusion.lab.model import DiT, Place, dense
+
+BATCH = 8  # prompts at a time
+CAPTURED = 3  # steps, of whose layers all calls are captured
+_HALVINGS = 16
+_CLOSE_ENOUGH = 5e-4  # of a density
+
+
+class Call(NamedTuple):
+    """One captured attention call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    place: Place
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to sample, with which methods, and where the results go."""
+
+    densities: Sequence[float]
+    device: torch.device
+    nominal: float | None = None
+    prompts: int = 16
+    steps: int = 24
+    guidance: float = 2.5
+    frames: int | None = None  # None: the model's own
+    size: int | None = None
+    dense_steps: int = 0
+    methods: Sequence[Method] = methods.METHODS
+    backend: str | None = None  # None: the fastest kernel of the device
+    weights: Path | None = None  # None: the packaged ones
+    seed: int = 0
+    out: Path | None = None
+    resume: bool = False
+    sheet: bool = False
+
+    @property
+    def guided(self) -> bool:
+        return self.guidance != 1.0
+
+
+class Job(NamedTuple):
+    """A row to come."""
+
+    method: Method
+    target: float | None
+    nominal: float | None
+
+    @property
+    def row(self) -> Row:
+        name, family, signature = self.method.name, self.method.family, self.method.signature
+        emulated = self.method.rule is not None
+        return Row(name, family, signature, target=self.target, nominal=self.nominal, emulated=emulated)
+
+
+def jobs(plan: Plan) -> list[Job]:
+    """A method at one density after the other. At a nominal sparsity: where it is the method's knob, and the bounds."""
+    found = [Job(SAME, None, None)]
+    for method in plan.methods:
+        found += [Job(method, density, None) for density in plan.densities]
+        comparable = method.knob == "sparsity" and method.family in ("ours", "bound")
+        found += [Job(method, None, plan.nominal)] if plan.nominal is not None and comparable else []
+    return found
+
+
+@torch.no_grad()
+def run(plan: Plan) -> int:
+    """Prints the table, writes the files and returns the exit status: 1 if a method failed."""
+    model = weights.load(plan.weights, device=plan.device)
+    study = Study(model, plan)
+    found = _begin(study)
+    todo = [job for job in jobs(plan) if found.find(job.row.key) is None]
+    say(f"dense: {study.dense_row.seconds:.2f} s a clip; {len(todo)} rows to measure")
+    clips: dict[tuple[str, str], Tensor] = {}  # the first clip of each row
+    for job in progress(todo):
+        row, clip = study.measure(job)
+        found.put(row)
+        found.sort([DENSE.name, SAME.name, *(method.name for method in methods.METHODS)])
+        say("  ".join(results.cells(row, found)) + (f"  {row.error}" if row.error else ""))
+        if clip is not None:
+            clips[row.method, row.at] = clip
+        if plan.out is not None:
+            results.write(found, plan.out)
+    if plan.sheet and plan.out is not None:
+        _draw_sheets(found, clips, study.reference[:1], plan.out)
+    _finish(found, plan.out)
+    return 1 if any(row.error is not None for row in found.rows) else 0
+
+
+def show(folder: Path) -> int:
+    """The table and the picture of an earlier run; measures nothing."""
+    _finish(results.read(folder), folder)
+    return 0
+
+
+def list_methods(chosen: Sequence[Method] = methods.METHODS) -> int:
+    width = max(len(method.name) for method in chosen)
+    for method in chosen:
+        print(f"{method.name.ljust(width)}  {method.family:5}  {_about(method)}", flush=True)
+    return 0
+
+
+def _about(method: Method) -> str:
+    return f"{method.signature} ({method.note})" if method.note else method.signature
+
+
+class Study:
+    """A model, its dense samples and a few of its attention calls; measures one row after the other."""
+
+    def __init__(self, model: DiT, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.frames, self.size = plan.frames or model.config.frames, plan.size or model.config.size
+        self.prompts = lab.random_prompts(plan.prompts, torch.Generator().manual_seed(plan.seed))
+        self.calls = capture(model, self.prompts[:1], plan, self.frames, self.size)
+        self.backend = plan.backend or fastest(self.calls[0])
+        self._warm_up(dense)
+        start = time.perf_counter()
+        self.reference = torch.cat([self._sample(dense, first) for first in self._batches()])
+        seconds = (time.perf_counter() - start) / plan.prompts
+        self.dense_row = replace(
+            Job(DENSE, None, None).row, density=1.0, recall=1.0, seconds=seconds, **self._metrics(self.reference)
+        )
+        self._masses: dict[Any, list[Tensor]] = {}  # of the captured calls, by order
+        self._ready: dict[str, Method] = {}  # by name
+        self._latest: tuple[Method, list[rules.Choice]] | None = None  # its densities come one after the other
+
+    def measure(self, job: Job) -> tuple[Row, Tensor | None]:
+        """A row and its first clip. Whatever goes wrong is in the row, and the others go on."""
+        try:
+            return self._measure(job)
+        except Exception as error:  # the exit status tells
+            return replace(job.row, error=f"{type(error).__name__}: {error}".splitlines()[0]), None
+
+    def _measure(self, job: Job) -> tuple[Row, Tensor | None]:
+        job = job._replace(method=self._calibrated(job.method))
+        amount = self._amount(job)
+        if amount is None:
+            return job.row, None
+        self._warm_up(self._attend(job.method, amount))
+        start, clips, densities = time.perf_counter(), [], []
+        for first in self._batches():
+            attention = self._attend(job.method, amount)
+            clips.append(self._sample(attention, first))
+            densities += [attention.density()] * len(clips[-1])
+        seconds = (time.perf_counter() - start) / len(self.prompts)
+        sampled = torch.cat(clips)
+        row = replace(
+            job.row, amount=amount, density=sum(densities) / len(densities), recall=self._recall(job.method, amount),
+            seconds=seconds, **self._metrics(sampled),
+        )  # fmt: skip
+        return row, sampled[0]
+
+    def _calibrated(self, method: Method) -> Method:
+        if method.name not in self._ready:
+            self._ready[method.name] = method.calibrated(self.calls, self.backend)
+        return self._ready[method.name]
+
+    def _amount(self, job: Job) -> float | None:
+        if job.target is None:
+            return 1.0 if job.nominal is None else 1 - job.nominal
+        choices = self._choices(job.method)
+
+        @cache
+        def density(amount: float) -> float:
+            return _mean(choice(amount).float().mean().item() for choice in choices)
+
+        blocks = job.method.layout(self.calls[0].place, torch.device("cpu")).num_blocks
+        return find_amount(density, job.target, 1 / blocks)
+
+    def _choices(self, method: Method) -> list[rules.Choice]:
+        if self._latest is None or self._latest[0] is not method:
+            made = [method.choice(*call, self.backend, self.plan.guided) for call in self.calls]
+            self._latest = (method, made)
+        return self._latest[1]
+
+    def _recall(self, method: Method, amount: float) -> float | None:
+        """Of a mask that is predicted in the call itself."""
+        if method.every > 1:
+            return None
+        if method.family == "dense":
+            return 1.0
+        key = (method.token_order, method.options.get("block_size", 128))
+        if key not in self._masses:
+            layouts = [method.layout(call.place, call.q.device) for call in self.calls]
+            calls = zip(self.calls, layouts, strict=True)
+            self._masses[key] = [rules.attention_mass(call.q, call.k, layout) for call, layout in calls]
+        pairs = zip(self._masses[key], self._choices(method), strict=True)
+        return _mean(recall(mass, choice(amount)) for mass, choice in pairs)
+
+    def _attend(self, method: Method, amount: float) -> Attend:
+        return Attend(method, amount, self.backend, guided=self.plan.guided, dense_steps=self.plan.dense_steps)
+
+    def _batches(self) -> range:
+        return range(0, len(self.prompts), BATCH)
+
+    def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
+        """A batch on the CPU: the device has finished."""
+        return lab.sample(
+            self.model, self.prompts[first : first + BATCH], attention=attention, steps=steps or self.plan.steps,
+            guidance=self.plan.guidance, seed=self.plan.seed + first, frames=self.frames, size=self.size,
+        ).cpu()  # fmt: skip
+
+    def _warm_up(self, attention: lab.Attention) -> None:
+        """A first step compiles kernels and fills caches; on a CPU there are none."""
+        if self.plan.device.type != "cpu":
+            self._sample(attention, 0, steps=self.plan.dense_steps + 1)
+
+    def _metrics(self, clips: Tensor) -> dict[str, Any]:
+        found = {name: metric(clips, self.reference).tolist() for name, metric in METRICS.items()}
+        return {name: [x if math.isfinite(x) else None for x in values] for name, values in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# equal density
+
+
+def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> list[Call]:
+    """The calls of all layers, in a few steps of a dense sample."""
+    steps = spread(range(plan.dense_steps, plan.steps), CAPTURED)
+    calls = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        if place.step in steps:
+            calls.append(Call(q, k, v, place))
+        return dense(q, k, v, place)
+
+    lab.sample(
+        model, prompts, attention=attend, steps=plan.steps, guidance=plan.guidance, seed=plan.seed, frames=frames,
+        size=size,
+    )  # fmt: skip
+    return calls
+
+
+def spread(numbers: range, count: int) -> list[int]:
+    """`count` of them, from the middles of equal parts: 1, 4, 6 of 0 ... 7."""
+    return sorted({numbers[(2 * i + 1) * len(numbers) // (2 * count)] for i in range(count)})
+
+
+def find_amount(density: Callable[[float], float], target: float, slack: float) -> float | None:
+    """The amount in (0, 1] whose density is nearest to the target; None if that is further off than the slack.
+
+    density: amount -> density, which grows with the amount, in steps or not.
+    """
+    low, high = 0.0, 1.0
+    best, reached = 1.0, math.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        now = density(middle)
+        if abs(now - target) < abs(reached - target):
+            best, reached = middle, now
+        if abs(now - target) <= _CLOSE_ENOUGH:
+            break
+        low, high = (middle, high) if now < target else (low, middle)
+    return best if abs(reached - target) <= slack else None
+
+
+def recall(mass: Tensor, mask: Tensor) -> float:
+    """The share of the true attention mass [B, H, NQ, NK] that a mask keeps."""
+    return float((mass * mask).sum() / mass.sum())
+
+
+def fastest(call: Call) -> str:
+    """The backend that `auto` would take for sparse attention, where it does not prefer dense."""
+    q, k, v, _ = call
+    options = checks.options(q, k, predicts=True, sparse_type="rf_v2", sparsity=0.5)
+    with own_precision(q.device):
+        return backends.choose("auto", q, k, v, None, options)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files and lines
+
+
+def _begin(study: Study) -> Comparison:
+    """What a file holds already, or nothing yet; its settings must be these."""
+    plan = study.plan
+    settings = dict(
+        prompts=plan.prompts, steps=plan.steps, guidance=plan.guidance, frames=study.frames, size=study.size,
+        dense_steps=plan.dense_steps, seed=plan.seed, backend=study.backend, device=device_name(plan.device),
+        torch=str(torch.__version__), weights=weights.digest(plan.weights or weights.PACKAGED)[:16],
+    )  # fmt: skip
+    about = dict(
+        rainfusion=rainfusion.__version__, command=_command(plan, study),
+        prompts=[lab.describe(prompt) for prompt in study.prompts],
+    )  # fmt: skip
+    found = Comparison(settings, about)
+    if plan.out is not None and plan.resume and (plan.out / results.JSON).exists():
+        found.rows = _rows_of(plan.out, settings)
+    found.put(study.dense_row)
+    return found
+
+
+def _rows_of(folder: Path, settings: dict[str, Any]) -> list[Row]:
+    old = results.read(folder)
+    changed = [
+        f"{name} {old.settings.get(name)!r} there, {settings[name]!r} now"
+        for name in settings
+        if old.settings.get(name) != settings[name]
+    ]
+    if changed:
+        raise ValueError(f"--resume needs the settings of {folder / results.JSON}: {'; '.join(changed)}")
+    return old.rows
+
+
+def check_out(out: Path | None, resume: bool) -> None:
+    """Refuses to write over what took long to measure."""
+    if out is not None and (out / results.JSON).exists() and not resume:
+        raise ValueError(f"{out / results.JSON} exists: pass --resume to go on with it, or another --out")
+
+
+def _command(plan: Plan, study: Study) -> str:
+    words = ["rainfusion quality"]
+    words += [f"--densities {' '.join(f'{density:g}' for density in plan.densities)}"] if plan.densities else []
+    words += [f"--nominal {plan.nominal:g}"] if plan.nominal is not None else []
+    words += [f"--prompts {plan.prompts} --steps {plan.steps} --guidance {plan.guidance:g}"]
+    words += [f"--frames {study.frames} --size {study.size} --dense-steps {plan.dense_steps}"]
+    return " ".join([*words, f"--device {plan.device.type} --backend {study.backend} --seed {plan.seed}"])
+
+
+def progress(todo: Sequence[Job]) -> Iterator[Job]:
+    """With a bar where tqdm is installed."""
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        yield from tqdm(todo, desc="quality", unit="row", file=sys.stderr)
+        return
+    for number, job in enumerate(todo, 1):
+        say(f"{number} of {len(todo)}: {job.method.name} at {job.row.at}")
+        yield job
+
+
+def say(line: str) -> None:
+    """While others are measured; above the bar where there is one."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        tqdm.write(line, file=sys.stderr)
+
+
+def _finish(found: Comparison, out: Path | None) -> None:
+    if out is not None:
+        results.write(found, out)
+        _draw(found, out / results.PICTURE)
+    for line in (results.heading(found), results.format_rows(found), *results.remarks(found)):
+        print(line, flush=True)
+
+
+def _draw(found: Comparison, path: Path) -> None:
+    try:
+        results.figure(found).savefig(path)
+    except ImportError:
+        print(f"no {path.name}: pip install matplotlib, then rainfusion quality --show {path.parent}", flush=True)
+    except ValueError as error:  # every row may be out of reach, or dense
+        print(f"no {path.name}: {error}", flush=True)
+    else:
+        print(f"wrote {path}", flush=True)
+
+
+def _draw_sheets(found: Comparison, clips: dict[tuple[str, str], Tensor], dense_clip: Tensor, out: Path) -> None:
+    """For each density the first prompt's frames: dense, and of each family the best, and our first."""
+    from rainfusion.lab.pictures import contact_sheet
+
+    for at in dict.fromkeys(row.at for row in found.rows if row.family != "dense"):
+        rows = [row for row in found.rows if (row.method, row.at) in clips and row.at == at]
+        chosen = _shown(rows)
+        if not chosen:
+            continue
+        captions = ["dense", *(f"{row.method}, density {row.density:.2f}: {row.psnr[0] or 0:.1f} dB" for row in chosen)]
+        sheet = contact_sheet(torch.cat([dense_clip, *(clips[row.method, at][None] for row in chosen)]), captions)
+        path = out / f"sheet_{at.replace(' ', '_')}.png"
+        sheet.save(path)
+        print(f"wrote {path}", flush=True)
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    shown = [row for row in rows if row.family == "ours"][:1]
+    for family in ("ours", "rule", "bound"):
+        own = [row for row in rows if row.family == family and row not in shown]
+        shown += sorted(own, key=lambda row: -_mean(x or 0.0 for x in row.psnr))[:1]
+    return shown

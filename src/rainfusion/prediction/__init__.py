@@ -1,0 +1,1 @@
+"""Prediction: which key blocks each query block needs, and how many."""

@@ -1,0 +1,89 @@
+"""Budgets of rf_v2: how many key blocks a row keeps, from a sparsity or from the error that is allowed.
+
+sparsity        number = ceil(NK * (1 - sparsity)) of all columns, at least 1; protected ones come on top
+exact_budget    number of the free columns, so that protected rows and columns count in the density 1 - sparsity
+target_error    number of the free columns, for each head: as few as a sample of dense rows allows
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rainfusion.checks import LayoutSpec, Options
+from rainfusion.layout import cached_layout
+from rainfusion.prediction.error_curves import Curves
+from rainfusion.prediction.selection import budget
+
+
+def numbers(options: Options, q_len: int, k_len: int) -> list[int]:
+    """Blocks that the rows of each head keep: of the free columns with `exact_budget`, else of all. One if all agree.
+
+    The lengths are those of the whole sequence, also where q is a part of it.
+    """
+    shares = tuple(options.head_sparsity) or (options.sparsity,)
+    return _numbers(*options.layout_specs(q_len, k_len), shares, options.exact_budget)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(q_spec: LayoutSpec, k_spec: LayoutSpec, shares: tuple[float, ...], exact: bool) -> list[int]:
+    return [_number(q_spec, k_spec, share, exact) for share in shares]
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """int32 [1] or [H]; kept, so that calls of a layer send nothing to the device."""
+    return _on_device(tuple(numbers), device)
+
+
+@lru_cache(maxsize=1024)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
+
+
+def _number(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool) -> int:
+    rows, columns = (cached_layout(spec, torch.device("cpu")) for spec in (q_spec, k_spec))
+    if not exact:
+        return max(1, budget(columns.num_blocks, sparsity))
+    free_rows = rows.num_blocks - rows.num_protected
+    whole = rows.num_protected * columns.num_blocks + free_rows * columns.num_protected
+    left = budget(rows.num_blocks * columns.num_blocks, sparsity) - whole
+    return max(1, math.ceil(left / free_rows)) if free_rows else 1
+
+
+def density(options: Options, q_len: int, k_len: int) -> float:
+    """The share of blocks that will be kept, 0 to 1, as far as numbers say; the mean of the heads.
+
+    Without `exact_budget` the best blocks are protected ones as often as chance has it.
+    """
+    specs = options.layout_specs(q_len, k_len)
+    shares = options.head_sparsity or [options.sparsity]
+    return sum(_density(*specs, share, options.exact_budget) for share in shares) / len(shares)
+
+
+@lru_cache(maxsize=1024)
+def _density(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool) -> float:
+    rows, columns = (cached_layout(spec, torch.device("cpu")) for spec in (q_spec, k_spec))
+    if rows.num_blocks == 0 or columns.num_blocks == 0:
+        return 1.0
+    whole, always = rows.num_protected / rows.num_blocks, columns.num_protected / columns.num_blocks
+    of = columns.num_blocks - columns.num_protected if exact else columns.num_blocks
+    chosen = min(1.0, _number(q_spec, k_spec, sparsity, exact) / of) if of else 1.0
+    return whole + (1.0 - whole) * (always + (1.0 - always) * chosen)
+
+
+def for_error(curves: Curves, target: float) -> Tensor:
+    """int32 [B, H]: the fewest free blocks a row with which a head's error |out - dense| / |dense| is at most `target`.
+
+    At least one, where there is one. Nothing is read back to the host.
+    """
+    columns = curves.squared_error.shape[2]
+    errors = (curves.squared_error / curves.squared_norm.unsqueeze(-1)).sqrt()
+    too_large = ~(errors <= target)  # also where it is NaN
+    blocks = torch.arange(1, columns + 1, device=errors.device)
+    needed = (too_large * blocks).amax(-1) + 1  # one more than the last that does not do
+    free = columns - curves.protected
+    return (needed - curves.protected).clamp(1, max(1, free)).to(torch.int32)

@@ -1,1 +1,0 @@
-"""The command line: `rainfusion bench`, `rainfusion inspect`, `rainfusion demo`. Nothing here is needed to attend."""

@@ -1,0 +1,75 @@
+"""The public surface, pinned."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rainfusion
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_public_names():
+    assert sorted(rainfusion.__all__) == [
+        "BlockMask",
+        "Profile",
+        "TokenLayout",
+        "block_sparse_attention",
+        "calibrate",
+        "disable",
+        "enable",
+        "enabled",
+        "explain",
+        "predict_mask",
+        "register_model",
+        "sparse_attention",
+    ]
+    assert all(hasattr(rainfusion, name) for name in rainfusion.__all__)
+
+
+def test_signature_of_sparse_attention():
+    parameters = inspect.signature(rainfusion.sparse_attention).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        "q", "k", "v", "attn_mask", "scale", "is_causal", "head_num", "input_layout", "inner_precise", "sparse_type",
+        "txt_len", "block_size", "latent_shape_q", "latent_shape_k", "keep_sink", "keep_recent", "cdf_threshold",
+        "sparsity",
+    ]  # fmt: skip
+    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+    assert defaults == dict(
+        attn_mask=None, scale=None, is_causal=False, head_num=None, input_layout="BNSD", inner_precise=0,
+        sparse_type=None, txt_len=0, block_size=128, latent_shape_q=None, latent_shape_k=None, keep_sink=True,
+        keep_recent=True, cdf_threshold=1.0, sparsity=0.0, video_spans=None, precision="native", token_order="window",
+        predictor="mean", compensate=False, first_frame="protected", exact_budget=False, target_error=None, mask=None,
+        backend="auto", return_lse=False, return_mask=False,
+    )  # fmt: skip
+
+
+def test_predict_mask_takes_the_same_arguments():
+    attention = inspect.signature(rainfusion.sparse_attention).parameters
+    prediction = inspect.signature(rainfusion.predict_mask).parameters
+    assert set(attention) - set(prediction) == {"v", "mask", "target_error", "return_lse", "return_mask"}
+    assert all(prediction[name] == attention[name] for name in prediction)
+
+
+@pytest.mark.parametrize("function", [rainfusion.sparse_attention])
+def test_every_parameter_is_documented(function):
+    assert all(name in function.__doc__ for name in inspect.signature(function).parameters)
+
+
+def test_importing_is_cheap_and_needs_torch_only():
+    """No optional package, no device query, no environment read of our own at import."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import rainfusion; "
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(new & {'matplotlib', 'tqdm', 'triton', 'diffusers', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_stands_in_the_changelog():
+    assert f"## {rainfusion.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,74 @@
+"""The Triton kernels compile for every kind of GPU they are made for, and fit it. No GPU is needed to find out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rainfusion
+from helpers.targets import TARGETS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "targets.py"
+KERNELS = Path(rainfusion.__file__).parent / "kernels"
+
+
+def run(*arguments, interpret="0"):
+    """Another process, because this one may have Triton's interpreter on."""
+    environment = dict(os.environ, TRITON_INTERPRET=interpret)
+    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
+
+
+def kernels_of(target):
+    own = ("hopper", "quantise") if target == "sm_90" else ()
+    files = [KERNELS / f"{name}.py" for name in ("attention", "blocks", "compensation", "ranking", *own)]
+    return {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("target", ["sm_86", "sm_90", "gfx942"])
+def test_every_kernel_compiles_and_fits(target):
+    done = run(SCRIPT, "--target", target)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert kernels_of(target) == set(re.findall(rf"^{target} +(\w+)", done.stdout, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_variant_compiles_and_fits(target):
+    done = run(SCRIPT, "--target", target, "--all")
+    assert done.returncode == 0, "\n".join(re.findall(r".*\n    FAILED.*", done.stdout)) + done.stderr
+    assert kernels_of(target) == set(re.findall(rf"^{target} +(\w+)", done.stdout, re.MULTILINE))
+
+
+def test_the_hopper_kernel_overlaps_softmax_and_products():
+    """64 exponentials a lane and block. What the compiler moves, or does not keep in registers, costs a tenth.
+
+    Packing four e4m3 values to a register takes 16 moves.
+    """
+    done = run(SCRIPT, "--target", "sm_90", "--kernel", "hopper")
+    found = re.findall(r"QUANT=(\d).* (\d+) moves in loops, (\d+) exponentials while P V runs", done.stdout)
+    assert [int(quant) for quant, _, _ in found] == [0, 0, 1, 1, 2, 2], done.stdout + done.stderr
+    assert all(
+        int(moves) <= (0, 16, 16)[int(quant)] and int(exponentials) >= 64 for quant, moves, exponentials in found
+    )
+
+
+def test_a_kernel_that_does_not_fit_is_an_error():
+    """On a GPU with 1000 bytes of shared memory."""
+    small = "targets.TARGETS['sm_90'] = targets.TARGETS['sm_90']._replace(shared_bytes=1000)"
+    arguments = "sys.argv += ['--target', 'sm_90', '--kernel', 'pool']"
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import targets; {small}; {arguments}"
+    done = run("-c", f"{code}; sys.exit(targets.main())")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"FAILED: needs \d+ B of shared memory, and 1000 B is all there is", done.stdout)
+
+
+def test_the_interpreter_compiles_nothing():
+    done = run(SCRIPT, "--target", "sm_90", interpret="1")
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET is set" in done.stderr

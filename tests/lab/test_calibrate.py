@@ -1,0 +1,59 @@
+"""The command `rainfusion calibrate`, on the lab model at a small size and on a pipeline in a folder."""
+
+import pytest
+
+from helpers import offline_pipelines
+from rainfusion import Profile, cli, lab
+
+
+def test_the_lab_is_calibrated_and_sampled(tmp_path, capsys):
+    out = tmp_path / "lab.json"
+    words = ["calibrate", "lab", "--sparsity", "0.4", "--samples", "1", "--steps", "1", "--frames", "5"]
+    assert cli.main([*words, "--height", "32", "--guidance", "1", "--device", "cpu", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "sparsity of 0.4 in all" in printed and f"wrote {out}" in printed
+    profile = Profile.load(out)
+    assert list(profile.sparsities) == [str(layer) for layer in range(8)]
+    assert profile.options["first_frame"] == "free" and profile.notes["calls"] == 8
+    assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
+    model, prompt = lab.load(), lab.random_prompts(1, lab_generator())
+    clip = lab.sample(model, prompt, attention=lab.sparse(profile=profile), steps=1, frames=5, size=32, guidance=1.0)
+    assert clip.shape == (1, 3, 5, 32, 32)
+
+
+def lab_generator():
+    import torch
+
+    return torch.Generator().manual_seed(0)
+
+
+def test_a_pipeline_is_calibrated_from_its_folder(tmp_path, capsys):
+    folder = tmp_path / "pipe"
+    offline_pipelines.wan().save_pretrained(folder)
+    out = tmp_path / "wan.json"
+    words = ["calibrate", str(folder), "--sparsity", "0.3", "--steps", "2", "--height", "256", "--width", "384"]
+    words += ["--frames", "9", "--prompt", "a cat", "--dtype", "fp32", "--device", "cpu", "--out", str(out)]
+    assert cli.main(words) == 0
+    profile = Profile.load(out)
+    assert len(profile.sparsities) == 2 and profile.notes["prompts"] == ["a cat"]
+    assert "rainfusion.enable(pipe, profile=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["some/model"], "--prompt must be given at least once"),
+        (["lab", "--sparsity", "1.5"], r"--sparsity must be in (0, 1], got 1.5"),
+        (["lab", "--samples", "0"], "--samples must be at least 1, got 0"),
+    ],
+)
+def test_wrong_words_are_errors_that_say_so(words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["calibrate", *words, "--out", str(tmp_path / "p.json")])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", "--help"])
+    assert "  rainfusion calibrate lab --sparsity 0.7" in capsys.readouterr().out

@@ -1,0 +1,169 @@
+"""Skipped blocks that count through their means."""
+
+import pytest
+import torch
+
+from helpers import oracle
+from rainfusion import BlockMask, sparse_attention
+from rainfusion.backends import triton as triton_backend
+
+GRID, TXT = (3, 8, 9), 20
+LENGTH = 3 * 8 * 9 + TXT  # 236: a ragged last block
+VIDEO = dict(sparse_type="rf_v2", sparsity=0.8, latent_shape_q=GRID, txt_len=TXT, block_size=64)
+PLAIN = dict(sparse_type="rf_v2", sparsity=0.7, block_size=64)
+CALLS = {
+    "video": (VIDEO, LENGTH),
+    "no grid": (PLAIN, 300),
+    "submeans": (dict(VIDEO, predictor="submeans"), LENGTH),
+    "blocks of 128": (dict(PLAIN, block_size=128), 700),
+    "ada_bsa": (dict(sparse_type="ada_bsa", sparsity=0.8, keep_sink=False), 700),
+}
+BACKENDS = ["portable", "reference", "triton"]
+
+
+def qkv(length, heads=2, k_heads=1, dim=24, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, number, length, dim, generator=generator, dtype=torch.float64)
+        for number in (heads, k_heads, k_heads)
+    )
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def layout_of(kwargs, length):
+    if kwargs["sparse_type"] == "ada_bsa":
+        return list(range(length))
+    shared = kwargs.get("txt_len", 0), None, "window", kwargs["block_size"]
+    return oracle.layout(length, kwargs.get("latent_shape_q"), *shared)[0]
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "float"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_what_the_definition_says(name, backend, masked):
+    kwargs, length = CALLS[name]
+    q, k, v = qkv(length)
+    attn_mask = None
+    if masked is not None:
+        attn_mask = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.7
+        attn_mask[:, 64:200] = False  # blocks without a key
+        if masked == "float":
+            attn_mask = torch.randn(2, length).masked_fill(~attn_mask, -1e4)
+    out, lse, mask = sparse_attention(
+        q, k, v, attn_mask, **kwargs, compensate=True, backend=backend, return_lse=True, return_mask=True
+    )
+    assert mask.density() < 0.95
+    order = layout_of(kwargs, length)
+    exact, exact_lse = oracle.compensated(q, k, v, mask.to_dense(), order, order, mask.block_size, attn_mask)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_nearer_to_dense_attention():
+    q, k, v = (x.clone() for x in qkv(700, heads=1))
+    k += 2 * torch.randn(6, 24).repeat_interleave(128, 0)[:700]  # blocks with something in common
+    dense = sparse_attention(q, k, v)
+    errors = [
+        (sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, compensate=compensate) - dense).norm()
+        for compensate in (False, True)
+    ]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_nothing_skipped_is_nothing_added():
+    q, k, v = qkv(300)
+    full = BlockMask.full(2, 2, 300, 300)
+    plain = sparse_attention(q, k, v, sparse_type="rf_v2", mask=full)
+    torch.testing.assert_close(sparse_attention(q, k, v, sparse_type="rf_v2", mask=full, compensate=True), plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stands_behind_the_counts_of_a_mask_does_not_matter(backend):
+    q, k, v = qkv(600)
+    dense = torch.zeros(2, 2, 5, 5, dtype=torch.bool)
+    dense[..., :2] = True
+    tidy = BlockMask.from_dense(dense)
+    untidy = BlockMask(tidy.counts, tidy.indices.clone())
+    untidy.indices[..., 2:] = 0
+    assert torch.equal(untidy.to_dense(), dense)
+    kwargs = dict(sparse_type="rf_v2", compensate=True, backend=backend)
+    assert torch.equal(sparse_attention(q, k, v, mask=untidy, **kwargs), sparse_attention(q, k, v, mask=tidy, **kwargs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_default_dtype_changes_nothing(backend):
+    q, k, v = qkv(300)
+    kwargs = dict(PLAIN, compensate=True, backend=backend, return_lse=True)
+    expected = sparse_attention(q, k, v, **kwargs)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = sparse_attention(q, k, v, **kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
+    q, k, v = qkv(300)
+    asked = []
+    prepare = triton_backend.prepare
+    monkeypatch.setattr(
+        triton_backend, "prepare", lambda *args, **kw: (asked.append(kw["stand_ins"]), prepare(*args, **kw))[1]
+    )
+    for sparsity in (0.0, 0.7):
+        sparse_attention(q, k, v, **dict(PLAIN, sparsity=sparsity), compensate=True, backend="triton", return_lse=True)
+    sparse_attention(q, k, v, compensate=True, backend="triton", return_lse=True)
+    assert asked == [False, True, False]
+
+
+def test_keys_that_are_all_alike_give_dense_attention():
+    """Then the mean of a block is each of its keys."""
+    q, k, v = qkv(600)
+    k, v = k[:, :, :1].expand(-1, -1, 600, -1), v[:, :, :1].expand(-1, -1, 600, -1)
+    out, lse = sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, compensate=True, return_lse=True)
+    dense, dense_lse = sparse_attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, dense)
+    torch.testing.assert_close(lse, dense_lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_any_key_are_zero(backend):
+    q, k, v = qkv(300)
+    nothing = torch.zeros(2, 300, dtype=torch.bool)
+    out, lse = sparse_attention(q, k, v, nothing, **PLAIN, compensate=True, backend=backend, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_shows(backend):
+    q, k, v = qkv(300)
+    q[0, 0, 5], v[1, 0, 250] = torch.nan, torch.nan
+    out = sparse_attention(q, k, v, **PLAIN, compensate=True, backend=backend)
+    assert out[0, 0, 5].isnan().all() and out[1].isnan().all()
+    assert out[0, 1].isfinite().all()
+
+
+def test_it_compiles():
+    torch._dynamo.reset()
+    q, k, v = qkv(300)
+
+    def call(q, k, v):
+        return sparse_attention(q, k, v, **PLAIN, compensate=True)
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v))
+
+
+def test_double_precision():
+    q, k, v = qkv(300, dtype=torch.float64)
+    out, mask = sparse_attention(q, k, v, **PLAIN, compensate=True, return_mask=True)
+    order = layout_of(PLAIN, 300)
+    exact, _ = oracle.compensated(q, k, v, mask.to_dense(), order, order, 64)
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)  # the means are fp32
+
+
+def test_not_with_causal_attention():
+    q, k, v = qkv(300)
+    with pytest.raises(ValueError, match="compensate must be False with is_causal"):
+        sparse_attention(q, k, v, sparse_type="ada_bsa", is_causal=True, compensate=True)
+    with pytest.raises(TypeError, match="compensate must be True or False"):
+        sparse_attention(q, k, v, **PLAIN, compensate="yes")
