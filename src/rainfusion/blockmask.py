@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rainfusion.geometry import TokenOrderKey
+from rainfusion.options import checked_block_size, sides
+
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
@@ -27,14 +30,17 @@ class BlockMask:
     >>> mask.density()
     0.5
 
-    `q_len` and `k_len` are the numbers of tokens the mask was predicted for, None if it does not know.
+    `block_size` is the number of tokens of a block, or a pair: of a query block, of a key block. `q_len` and `k_len`
+    are the numbers of tokens the mask was predicted for, and `orders` says in which order of q's and of k's tokens its
+    blocks are cut; None if it does not know, as a mask made by hand.
     """
 
     counts: Tensor
     indices: Tensor
-    block_size: int = 128
+    block_size: int | tuple[int, int] = 128
     q_len: int | None = None
     k_len: int | None = None
+    orders: tuple[TokenOrderKey, TokenOrderKey] | None = None
 
     def __post_init__(self) -> None:
         for name, x, dims in (("counts", self.counts, 3), ("indices", self.indices, 4)):
@@ -52,19 +58,20 @@ class BlockMask:
         if self.counts.device != self.indices.device:
             devices = f"{self.counts.device} and {self.indices.device}"
             raise ValueError(f"counts and indices must be on one device, got {devices}")
-        _check_block_size(self.block_size)
+        object.__setattr__(self, "block_size", checked_block_size(self.block_size))
         rows, columns = self.indices.shape[2:]
-        for name, length, blocks in (("q_len", self.q_len, rows), ("k_len", self.k_len, columns)):
+        q_side, k_side = ("q_len", self.q_len, rows, self.q_block), ("k_len", self.k_len, columns, self.k_block)
+        for name, length, blocks, size in (q_side, k_side):
             if length is None:
                 continue
             if not isinstance(length, int):
                 raise TypeError(f"{name} must be an int or None, got {length!r} ({type(length).__name__})")
-            if -(-length // self.block_size) != blocks:
-                raise ValueError(f"{name}={length} does not make {blocks} blocks of {self.block_size} tokens")
+            if -(-length // size) != blocks:
+                raise ValueError(f"{name}={length} does not make {blocks} blocks of {size} tokens")
 
     @classmethod
-    def from_dense(cls, dense: Tensor, block_size: int = 128) -> BlockMask:
-        """From a bool tensor [B, H, NQ, NK], True where a block is kept. The result knows no lengths."""
+    def from_dense(cls, dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
+        """From a bool tensor [B, H, NQ, NK], True where a block is kept. The result knows no lengths and no order."""
         if not isinstance(dense, Tensor) or dense.layout != torch.strided:
             raise TypeError(f"dense must be a dense torch.Tensor, got {type(dense).__name__}")
         if dense.dtype != torch.bool:
@@ -87,19 +94,30 @@ class BlockMask:
         q_len: int,
         k_len: int,
         *,
-        block_size: int = 128,
+        block_size: int | tuple[int, int] = 128,
         is_causal: bool = False,
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """Every block, or with `is_causal` every block that is not wholly in the future."""
-        _check_block_size(block_size)
+        q_block, k_block = sides(checked_block_size(block_size))
         if min(q_len, k_len) < 0:
             raise ValueError(f"q_len and k_len must be at least 0, got {q_len} and {k_len}")
-        rows, columns = -(-q_len // block_size), -(-k_len // block_size)
+        rows, columns = -(-q_len // q_block), -(-k_len // k_block)
         dense = torch.ones(batch, heads, rows, columns, dtype=torch.bool, device=device)
-        if is_causal:
-            dense = dense.tril()
+        if is_causal:  # the first key of a block is not after the last query of the row
+            last = torch.arange(1, rows + 1, device=device).unsqueeze(1) * q_block
+            dense &= torch.arange(columns, device=device) * k_block < last
         return replace(cls.from_dense(dense, block_size), q_len=q_len, k_len=k_len)
+
+    @property
+    def q_block(self) -> int:
+        """Tokens of a query block."""
+        return sides(self.block_size)[0]
+
+    @property
+    def k_block(self) -> int:
+        """Tokens of a key block."""
+        return sides(self.block_size)[1]
 
     @property
     def num_q_blocks(self) -> int:
@@ -110,7 +128,7 @@ class BlockMask:
         return self.indices.shape[3]
 
     def to_dense(self) -> Tensor:
-        """bool [B, H, NQ, NK]: True where a block is kept, whatever stands behind `counts`."""
+        """bool [B, H, NQ, NK]: True where a block is kept, whatever stands after `counts`."""
         slots = torch.arange(self.num_k_blocks, device=self.counts.device)
         kept = slots < self.counts.unsqueeze(-1)
         columns = torch.where(kept, self.indices, self.num_k_blocks).long()  # one more, for those that are not
@@ -121,7 +139,7 @@ class BlockMask:
         """bool [B, H, Sq, Sk]: for small sizes and pictures; the lengths only where the mask does not know them."""
         q_len = self.q_len if q_len is None else q_len
         k_len = self.k_len if k_len is None else k_len
-        dense = self.to_dense().repeat_interleave(self.block_size, -2).repeat_interleave(self.block_size, -1)
+        dense = self.to_dense().repeat_interleave(self.q_block, -2).repeat_interleave(self.k_block, -1)
         return dense[..., :q_len, :k_len]
 
     def density(self) -> float:
@@ -138,8 +156,8 @@ class BlockMask:
             smallest, largest = (int(end) for end in x.aminmax())
             if smallest < 0 or largest > limit:
                 raise ValueError(f"mask.{name} must be in 0..{limit}, got values from {smallest} to {largest}")
-        behind = torch.arange(1, columns) >= self.counts.unsqueeze(-1)
-        if not ((self.indices[..., 1:] > self.indices[..., :-1]) | behind).all():
+        past_the_end = torch.arange(1, columns) >= self.counts.unsqueeze(-1)
+        if not ((self.indices[..., 1:] > self.indices[..., :-1]) | past_the_end).all():
             raise ValueError("mask.indices must ascend, without repeats, over the first counts entries of each row")
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -151,8 +169,3 @@ class BlockMask:
             f"BlockMask(batch={batch}, heads={heads}, blocks={rows}x{columns}, block_size={self.block_size}, "
             f"q_len={self.q_len}, k_len={self.k_len}, device={self.indices.device})"
         )
-
-
-def _check_block_size(block_size: int) -> None:
-    if not isinstance(block_size, int) or block_size not in (64, 128):
-        raise ValueError(f"block_size must be 64 or 128, got {block_size!r}")

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rainfusion import checks
-from rainfusion.checks import Clip, Grid, LayoutSpec, VideoSpan
-
-# Only wt and wh shape the order (see `_window_key`); the third number makes the product a block of 128. Of the windows
-# for video, (2, 8, 8) and (2, 4, 16) gave the best samples at equal density (docs/quality.md).
-VIDEO_WINDOW = (2, 8, 8)
-IMAGE_WINDOW = (1, 8, 16)
+from rainfusion.checks import Grid
+from rainfusion.geometry import IMAGE_WINDOW, VIDEO_WINDOW, Clip, LayoutSpec, VideoSpan, layout_spec
+from rainfusion.options import TokenOrder
 
 _TILE = 8  # edge of the tiles of token_order="mindiesd"
 _NO_CLIP = -1  # label of a token that belongs to no clip: text, first frames, context
@@ -33,7 +30,7 @@ class TokenLayout:
     inverse    int64 [S]  where the caller's token went: `order[inverse] == arange(S)`
     protected  bool  [N]  blocks that are never dropped, N = ceil(S / block_size)
 
-    Example: 3 frames of 8x8 tokens behind 10 text tokens. Frames 1 and 2 come first, in windows; then frame 0; then
+    Example: 3 frames of 8x8 tokens after 10 text tokens. Frames 1 and 2 come first, in windows; then frame 0; then
     the text. The 128 tokens of frames 1 and 2 fill block 0; the other 74 are protected.
 
     >>> layout = TokenLayout.build(202, latent_shape=[3, 8, 8], txt_len=10)
@@ -71,12 +68,26 @@ class TokenLayout:
         latent_shape: Sequence[int] | None = None,
         txt_len: int = 0,
         video_spans: Sequence[VideoSpan] | None = None,
-        token_order: str | Sequence[int] = "window",
+        token_order: TokenOrder | Sequence[int] = "window",
         block_size: int = 128,
+        first_frame: Literal["protected", "free"] = "protected",
     ) -> TokenLayout:
-        """The layout of one sequence, on the CPU; `.to(device)` moves it."""
-        spec = checks.layout_spec(seq_len, latent_shape, txt_len, video_spans, token_order, block_size)
-        return _build(spec)
+        """The layout of one sequence, as `sparse_attention` has it for q or for k; on the CPU, `.to(device)` moves it.
+
+        Args:
+            seq_len: tokens of the sequence.
+            latent_shape: the grid `[t, h, w]` of the tokens after the text; None keeps the caller's order.
+            txt_len: so many tokens in front are text, which is protected.
+            video_spans: several clips instead of one grid, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`.
+            token_order: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
+            block_size: tokens of a block, 128 or 64; of the keys alone, with a pair, that of the keys.
+            first_frame: whether that of a video is `"protected"` or `"free"`. A call with `first_frame="keys"` has a
+                free one on the side of q and a protected one on that of k.
+
+        Returns:
+            the layout: `reorder` and `restore` apply it.
+        """
+        return _build(layout_spec(seq_len, latent_shape, txt_len, video_spans, token_order, block_size, first_frame))
 
     @property
     def num_blocks(self) -> int:
@@ -143,19 +154,12 @@ def _order_and_protected(spec: LayoutSpec) -> tuple[Tensor, Tensor]:
     if spec.token_order == "mindiesd" and spec.latent_shape is not None:
         return _mindiesd_order(spec), _mindiesd_protected(spec)
 
-    clips = _clips(spec)
+    clips = spec.clips
     labels = torch.full((spec.seq_len,), _NO_CLIP)
     for number, clip in enumerate(clips):
         labels[_body(clip, spec.first_frame)] = number
     order = tokens if spec.token_order == "raster" else _packed_order(spec, clips, labels)
     return order, _protected_by_label(labels[order], spec.block_size)
-
-
-def _clips(spec: LayoutSpec) -> list[Clip]:
-    if spec.video_spans is not None:
-        return list(spec.video_spans)
-    assert spec.latent_shape is not None
-    return [(spec.txt_len, *spec.latent_shape)]
 
 
 def _body(clip: Clip, first_frame: bool) -> slice:
@@ -164,7 +168,7 @@ def _body(clip: Clip, first_frame: bool) -> slice:
     return slice(start + (h * w if first_frame and t > 1 else 0), start + t * h * w)
 
 
-def _packed_order(spec: LayoutSpec, clips: list[Clip], labels: Tensor) -> Tensor:
+def _packed_order(spec: LayoutSpec, clips: tuple[Clip, ...], labels: Tensor) -> Tensor:
     """Each clip's body in windows, then the first frames, then all that is in no clip."""
     bodies, first_frames = [], []
     outside = labels == _NO_CLIP

@@ -1,107 +1,40 @@
-"""Backends: q, k, v and a BlockMask -> out and LSE.
+"""Backends: who can run a call, and who does it fastest. `protocol` says what a backend is.
 
-A backend is a module with `attend`, and with `why_not`, which says in words why it cannot run here. Those in `FUSED`
-also predict the mask, from the pass in which they reorder the keys. `backend="auto"` takes the first of
-`FASTEST_FIRST` that can; one asked for by name either runs or raises.
+`backend="auto"` takes the first of `FASTEST_FIRST` that can; one asked for by name either runs or raises. A new backend
+is a module with the functions of `protocol.Backend`, and a line here.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from torch import Tensor
-
-from rainfusion import checks
 from rainfusion.backends import hopper, portable, reference, triton
-from rainfusion.blockmask import BlockMask
-from rainfusion.checks import Options
-from rainfusion.layout import TokenLayout
+from rainfusion.backends.protocol import Backend, Keys, QueryShard, Request
+from rainfusion.calls import Call, Shapes
+
+__all__ = ["FASTEST_FIRST", "NAMES", "Backend", "Keys", "QueryShard", "Request", "choose", "get", "why_not"]
+
+_BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "portable": portable, "reference": reference}
+NAMES = tuple(_BACKENDS)
+FASTEST_FIRST = ("hopper", "triton", "portable")  # the specification is for checking
 
 
-class Predicate(Protocol):
-    def why_not(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask | None,
-        options: Options | None = None,
-        precision: str = "native",
-    ) -> str | None: ...
+def get(name: str) -> Backend:
+    return _BACKENDS[name]
 
 
-class Backend(Predicate, Protocol):
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        q_layout: TokenLayout,
-        k_layout: TokenLayout,
-        *,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        scale: float,
-        is_causal: bool,
-        inner_precise: int,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
-class FusedBackend(Predicate, Protocol):
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask | None,
-        q_layout: TokenLayout,
-        k_layout: TokenLayout,
-        *,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        options: Options,
-        numbers: list[int],
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None, BlockMask]: ...
-
-    def predict(
-        self,
-        q: Tensor,
-        k: Tensor,
-        keep: Tensor | None,
-        options: Options,
-        numbers: list[int],
-        q_layout: TokenLayout,
-        k_layout: TokenLayout,
-    ) -> BlockMask: ...
-
-
-BACKENDS: dict[str, Backend] = {"portable": portable, "reference": reference}
-FUSED: dict[str, FusedBackend] = {"hopper": hopper, "triton": triton}
-NAMES = (*FUSED, *BACKENDS)
-FASTEST_FIRST = ("hopper", "triton", "portable")
-
-
-def why_not(name: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options) -> str | None:
+def why_not(name: str, call: Call, shapes: Shapes) -> str | None:
     """Why this backend cannot run this call, or None if it can."""
-    backend: Predicate = FUSED[name] if name in FUSED else BACKENDS[name]
-    return backend.why_not(q, k, v, mask, options, options.precision)
+    return _BACKENDS[name].why_not(call, shapes)
 
 
-def choose(name: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options) -> str:
+def choose(call: Call, shapes: Shapes) -> str:
     """The name of the backend that will run this call; raises where the one asked for cannot."""
-    checks.choice("backend", name, ("auto", *NAMES))
     reasons = []
-    for candidate in FASTEST_FIRST if name == "auto" else (name,):
-        if candidate != "portable" and name == "auto" and q.device.type == "cpu":
-            continue  # kernels run there under Triton's interpreter only, when asked for by name
-        reason = why_not(candidate, q, k, v, mask, options)
+    for name in FASTEST_FIRST if call.backend == "auto" else (call.backend,):
+        reason = why_not(name, call, shapes)
         if reason is None:
-            return str(candidate)
-        reasons.append(f"{candidate!r} {reason}")
+            return name
+        reasons.append(f"{name!r} {reason}")
     raise ValueError(
-        f"backend={name!r} with precision={options.precision!r} cannot run this call: {'; '.join(reasons)}; "
-        "precision='native' and backend='portable' run on every device"
+        f"backend={call.backend!r} with precision={call.method.precision!r} cannot run this call: "
+        f"{'; '.join(reasons)}; precision='native' and backend='portable' run on every device"
     )

@@ -6,7 +6,7 @@ Rows with the same number of key blocks form a group. A chunk of its rows is one
 
 in pieces of a few key blocks, merged by their log-sum-exp, so that the logits of a piece stay in the cache and no
 memory grows with the sequence. Torch's softmax is one pass where max, exp and sum by hand are four, each of them with a
-barrier between the threads. Blocks are in ascending order, so only a row's last one can be ragged or on the diagonal,
+barrier between the threads. Blocks are in ascending order, so only the last of a row can be ragged or on the diagonal,
 and nothing else is masked unless the caller gave a key mask. Rows that keep every block need no gathering and go to
 torch's own attention; on a GPU it also attends the gathered rows, where no LSE is asked for.
 """
@@ -24,51 +24,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion.backends.protocol import Keys, Request, Speed
 from rainfusion.blockmask import BlockMask
-from rainfusion.checks import Options
+from rainfusion.calls import Call, Shapes
 from rainfusion.layout import TokenLayout
+from rainfusion.prediction import compensation
+from rainfusion.prediction.stages import prepare, scores, select
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
+
+__all__ = ["SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+
+# of two cores of a Zen 4 server, in fp32; see `crossover`
+SPEEDS = {"cpu": {"native": Speed(165e9, 20e-6, 120e9, 10e9, 1e-3)}}
 
 _PIECE_BLOCKS = 32  # key blocks at a time: 128 x 4096 logits of a row are 2 MB in fp32; 16 and 64 were slower
 _CPU_SLAB_BYTES = 8 * 2**20  # a thread: fewer heads at a time on a CPU, so that their copies stay in the cache
 
 
-def why_not(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
-) -> str | None:
+def why_not(call: Call, shapes: Shapes) -> str | None:
     """Runs everywhere."""
-    return None if precision == "native" else "has no quantised kernels"
+    return None if call.method.precision == "native" else "has no quantised kernels"
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    *,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    inner_precise: int,
-    return_lse: bool,
-    workspace_bytes: int = WORKSPACE_BYTES,
+def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+    """Attention over the kept blocks and, if asked for, over the means of the others."""
+    if not request.method.compensate:
+        return attend_kept(request, mask)
+    out, lse = attend_kept(request._replace(return_lse=True), mask)
+    assert lse is not None
+    out, lse = compensation.add(request, mask, out, lse)
+    return out, lse if request.return_lse else None
+
+
+def attend_kept(
+    request: Request, mask: BlockMask, workspace_bytes: int = WORKSPACE_BYTES
 ) -> tuple[Tensor, Tensor | None]:
-    """Same contract as `reference.attend`.
+    """Attention over the kept blocks.
 
     Memory beyond inputs and outputs stays within `workspace_bytes`, or what one key head and its query heads need if
     that is more: its k, v, q and output in block order, and one piece of one row. Torch's own attention gives no
     LSE, so asking for it may change last bits.
     """
+    q, k, v, keep, bias = request[:5]
+    q_layout, k_layout, is_causal = request.q_layout, request.k_layout, request.is_causal
+    scale, return_lse = request.scale, request.return_lse
     batch, heads, q_len, _ = q.shape
     k_heads = k.shape[1]
-    shared = heads // max(1, k_heads)  # query heads that share a key head
+    shared = request.gqa_ratio
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    compute = _compute_dtype(q, inner_precise)
+    compute = _compute_dtype(q, request.method.inner_precise)
     fused = not (is_causal or return_lse) and scale > 0  # what torch's own attention can do, and does right
     if q.device.type != "cpu":
         # it would round a bias to half precision; without one it is exact enough, and the fastest there is
@@ -83,7 +89,11 @@ def attend(
             if lse is not None:
                 lse[b] = -torch.inf
             continue
-        key_bias = _key_bias(k_layout, removed, None if bias is None else bias[b], k.device, wide)
+        key_bias = None
+        if removed is not None or bias is not None or k_layout.seq_len % k_layout.block_size:
+            kept, added = (None if x is None else x[b : b + 1] for x in (keep, bias))
+            flat = compensation.key_bias(k_layout, kept, added, 1, k.device, wide)
+            key_bias = flat.view(k_layout.num_blocks, k_layout.block_size)
         for k_slab in head_slabs(k_heads, head_bytes, _slab_bytes(q, workspace_bytes)):
             q_slab = slice(k_slab.start * shared, k_slab.stop * shared)
             slab = _Slab(
@@ -93,7 +103,7 @@ def attend(
                 counts=mask.counts[b, q_slab],
                 indices=mask.indices[b, q_slab],
                 key_bias=key_bias,
-                may_be_empty=removed is not None,
+                may_be_empty=removed is not None or (is_causal and mask.q_block != mask.k_block),
                 scale=scale,
                 is_causal=is_causal,
                 return_lse=return_lse,
@@ -109,14 +119,14 @@ def attend(
 
 
 class _Slab(NamedTuple):
-    """Some heads of one batch element, cut into blocks of T tokens, in block order."""
+    """Some heads of one batch element, in block order: in blocks of T queries, and of K keys."""
 
     q: Tensor  # [h, NQ, T, D]
-    k: Tensor  # [hk, NK, T, D]
+    k: Tensor  # [hk, NK, K, D]
     v: Tensor
     counts: Tensor  # int32 [h, NQ]
     indices: Tensor  # int32 [h, NQ, NK]
-    key_bias: Tensor | None  # [NK, T], -inf for keys that do not count; None where all of them do, plainly
+    key_bias: Tensor | None  # [NK, K], -inf for keys that do not count; None where all of them do, plainly
     may_be_empty: bool  # a block may have no key left
     scale: float
     is_causal: bool
@@ -131,11 +141,10 @@ class _Group(NamedTuple):
     rows: Tensor  # [G] numbers of the rows, counted over all heads of the slab
     blocks: Tensor  # [G, n] their key blocks
     where: Tensor  # [G, n] the same, counted over all key heads of the slab
-    diagonal: Tensor  # bool [G]: whether the last of them is the row's own, in causal attention
     masked_from: list[int]  # G positions, 0 to n: the first block with a key bias
 
     def part(self, part: slice) -> _Group:
-        return _Group(self.rows[part], self.blocks[part], self.where[part], self.diagonal[part], self.masked_from[part])
+        return _Group(self.rows[part], self.blocks[part], self.where[part], self.masked_from[part])
 
 
 class _Workspace(NamedTuple):
@@ -149,13 +158,18 @@ class _Workspace(NamedTuple):
     @classmethod
     def allocate(cls, slab: _Slab, workspace_bytes: int) -> _Workspace:
         heads, num_rows, size, head_dim = slab.q.shape
-        keys = min(_PIECE_BLOCKS, slab.k.shape[1]) * size  # of a row, in a piece
+        keys = min(_piece_blocks(slab), slab.k.shape[1]) * slab.k.shape[2]  # of a row, in a piece
         row_bytes = keys * (head_dim * slab.k.dtype.itemsize + 2 * size * slab.wide.itemsize)
         rows = min(heads * num_rows, max(1, workspace_bytes // max(1, row_bytes)))
         if slab.q.device.type == "cpu":
             rows = min(rows, 2 * torch.get_num_threads())  # what they touch stays in the caches
         logits, probs = (slab.q.new_empty(rows * size * keys, dtype=slab.wide) for _ in range(2))
         return cls(slab.k.new_empty(rows * keys * head_dim), logits, probs, rows)
+
+
+def _piece_blocks(slab: _Slab) -> int:
+    """As many keys in a piece, whatever the size of their blocks."""
+    return _PIECE_BLOCKS * slab.q.shape[2] // slab.k.shape[2]
 
 
 class _Worker(NamedTuple):
@@ -177,9 +191,9 @@ def _compute_dtype(q: Tensor, inner_precise: int) -> torch.dtype:
 
 def _head_bytes(mask: BlockMask, head_dim: int, shared: int, compute: torch.dtype, wide: torch.dtype) -> int:
     """k, v, and for each query head q and the output, twice: rows that keep everything, and restored to their order."""
-    inputs = 2 * mask.num_k_blocks + shared * mask.num_q_blocks
-    outputs = 2 * shared * mask.num_q_blocks
-    return (inputs * compute.itemsize + outputs * wide.itemsize) * mask.block_size * head_dim
+    queries = shared * mask.num_q_blocks * mask.q_block
+    keys = 2 * mask.num_k_blocks * mask.k_block
+    return ((keys + queries) * compute.itemsize + 2 * queries * wide.itemsize) * head_dim
 
 
 def _slab_bytes(q: Tensor, workspace_bytes: int) -> int:
@@ -195,25 +209,6 @@ def _blocks(x: Tensor, layout: TokenLayout, dtype: torch.dtype, removed: Tensor 
     padding = -layout.seq_len % layout.block_size
     x = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
     return x.view(x.shape[0], layout.num_blocks, layout.block_size, x.shape[2])
-
-
-def _key_bias(
-    layout: TokenLayout, removed: Tensor | None, bias: Tensor | None, device: torch.device, wide: torch.dtype
-) -> Tensor | None:
-    """What is added to the logits of each key, in block order: the caller's bias, -inf for removed keys and padding.
-
-    removed bool [Sk, 1], bias [Sk] -> [NK, T]
-    """
-    padding = -layout.seq_len % layout.block_size
-    if removed is None and bias is None and padding == 0:
-        return None
-    total = torch.zeros(layout.seq_len, 1, dtype=wide, device=device)
-    if bias is not None:
-        total += bias.to(wide).unsqueeze(-1)
-    if removed is not None:
-        total.masked_fill_(removed, -torch.inf)
-    total = F.pad(layout.reorder(total), (0, 0, 0, padding), value=-torch.inf)
-    return total.view(layout.num_blocks, layout.block_size)
 
 
 def _attend_slab(slab: _Slab, worker: _Worker, workspace_bytes: int) -> tuple[Tensor, Tensor | None]:
@@ -250,7 +245,8 @@ def _causal_counts(slab: _Slab) -> Tensor:
     """Blocks that are wholly in the future are at the end of their row: leave them out."""
     rows, columns = slab.indices.shape[1:]
     kept = torch.arange(columns, device=slab.indices.device) < slab.counts.unsqueeze(-1)
-    past = slab.indices <= torch.arange(rows, device=slab.indices.device).unsqueeze(-1)
+    end = torch.arange(1, rows + 1, device=slab.indices.device).unsqueeze(-1) * slab.q.shape[2]
+    past = slab.indices * slab.k.shape[2] < end
     return (kept & past).sum(-1)
 
 
@@ -267,7 +263,7 @@ def _worker(slab: _Slab, workspace_bytes: int) -> _Worker:
     if slab.fused and slab.q.device.type != "cpu":
         size, head_dim = slab.k.shape[2:]
         # keys and values of a block, and its logits should torch hold them
-        block_bytes = size * (2 * head_dim * slab.k.dtype.itemsize + size * slab.wide.itemsize)
+        block_bytes = size * (2 * head_dim * slab.k.dtype.itemsize + slab.q.shape[2] * slab.wide.itemsize)
         return _Worker(_attend_gathered, lambda count: max(1, workspace_bytes // (count * block_bytes)))
     workspace = _Workspace.allocate(slab, workspace_bytes)
     return _Worker(partial(_attend_by_hand, workspace), lambda count: workspace.rows)
@@ -294,15 +290,15 @@ def _attend_gathered(slab: _Slab, chunk: _Group) -> tuple[Tensor, None]:
 def _attend_full(slab: _Slab, rows: list[int], workspace_bytes: int) -> Tensor:
     """Rows that keep every block, protected ones above all, by torch's own attention -> out [G, T, D]."""
     num_rows, size, head_dim = slab.q.shape[1:]
-    k_heads, num_blocks = slab.k.shape[:2]
+    k_heads, num_blocks, k_size = slab.k.shape[:3]
     shared = slab.q.shape[0] // k_heads
     bias = None if slab.key_bias is None else slab.key_bias.to(slab.q.dtype).view(1, 1, 1, -1)
     # should torch hold all logits of these rows
-    at_once = max(1, workspace_bytes // (size * num_blocks * size * slab.wide.itemsize))
+    at_once = max(1, workspace_bytes // (size * num_blocks * k_size * slab.wide.itemsize))
     parts = []
     for head, of_head in groupby(rows, key=lambda row: row // num_rows):
         numbers = [row % num_rows for row in of_head]
-        k, v = (x[head // shared].view(1, 1, num_blocks * size, head_dim) for x in (slab.k, slab.v))
+        k, v = (x[head // shared].view(1, 1, num_blocks * k_size, head_dim) for x in (slab.k, slab.v))
         for start in range(0, len(numbers), at_once):
             chosen = torch.tensor(numbers[start : start + at_once], device=slab.q.device)
             q = slab.q[head].index_select(0, chosen).view(1, 1, -1, head_dim)
@@ -321,7 +317,7 @@ def _group(slab: _Slab, rows: Tensor, count: int) -> _Group:
         masked = (slab.key_bias != 0).any(-1)[blocks]  # [G, n]
         position = torch.arange(count, device=blocks.device).expand(masked.shape)
         masked_from = position.where(masked, count).amin(1).tolist()
-    return _Group(rows, blocks, k_head[:, None] * num_blocks + blocks, blocks[:, -1] == rows % num_rows, masked_from)
+    return _Group(rows, blocks, k_head[:, None] * num_blocks + blocks, masked_from)
 
 
 def _attend_by_hand(workspace: _Workspace, slab: _Slab, chunk: _Group) -> tuple[Tensor, Tensor | None]:
@@ -330,19 +326,20 @@ def _attend_by_hand(workspace: _Workspace, slab: _Slab, chunk: _Group) -> tuple[
     if q.dtype == slab.wide:
         q.mul_(slab.scale)  # in half precision that would round q once more: there the product is scaled
     count = chunk.blocks.shape[1]
-    return_lse = slab.return_lse or count > _PIECE_BLOCKS  # pieces are merged by it
+    piece = _piece_blocks(slab)
+    return_lse = slab.return_lse or count > piece  # pieces are merged by it
     masked_from = min(chunk.masked_from)
     out: Tensor | None = None
     lse: Tensor | None = None
-    step = -(-count // -(-count // _PIECE_BLOCKS))  # pieces of one size, as far as possible
+    step = -(-count // -(-count // piece))  # pieces of one size, as far as possible
     for first in range(0, count, step):
         last = min(first + step, count)
         where = chunk.where[:, first:last]
-        logits = _products(q, _gathered(slab.k, where, workspace), slab, workspace)  # [R, T, n*T]
+        logits = _products(q, _gathered(slab.k, where, workspace), slab, workspace)  # [R, T, n*K]
         if masked_from < last:
             _add_key_bias(logits, slab.key_bias, chunk.blocks[:, first:last], max(0, masked_from - first))
-        if slab.is_causal and last == count:
-            _hide_future(logits, chunk.diagonal)
+        if slab.is_causal:
+            _hide_future(logits, slab, chunk, first, last)
         largest = logits.amax(-1, keepdim=True) if return_lse or slab.may_be_empty else None
         probs = torch.softmax(logits, -1, out=_view(workspace.probs, logits.shape))
         part = torch.bmm(probs.to(slab.v.dtype), _gathered(slab.v, where, workspace)).to(slab.wide)
@@ -362,7 +359,7 @@ def _view(buffer: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _products(q: Tensor, k: Tensor, slab: _Slab, workspace: _Workspace) -> Tensor:
-    """scale * q @ k^T: [R, T, D], [R, n*T, D] -> [R, T, n*T] in the softmax's dtype. A wide q is scaled already."""
+    """scale * q @ k^T: [R, T, D], [R, n*K, D] -> [R, T, n*K] in the softmax's dtype. A wide q is scaled already."""
     logits = _view(workspace.logits, (q.shape[0], q.shape[1], k.shape[1]))
     if q.dtype == slab.wide:
         return torch.bmm(q, k.mT, out=logits)
@@ -371,7 +368,7 @@ def _products(q: Tensor, k: Tensor, slab: _Slab, workspace: _Workspace) -> Tenso
 
 
 def _gathered(x: Tensor, where: Tensor, workspace: _Workspace) -> Tensor:
-    """x [hk, NK, T, D], where [R, n] -> [R, n*T, D]. index_select over flat blocks runs at the speed of a copy."""
+    """x [hk, NK, K, D], where [R, n] -> [R, n*K, D]. index_select over flat blocks runs at the speed of a copy."""
     size, head_dim = x.shape[2:]
     blocks = _view(workspace.blocks, (where.numel(), size * head_dim))
     torch.index_select(x.view(-1, size * head_dim), 0, where.flatten(), out=blocks)
@@ -379,18 +376,24 @@ def _gathered(x: Tensor, where: Tensor, workspace: _Workspace) -> Tensor:
 
 
 def _add_key_bias(logits: Tensor, key_bias: Tensor | None, blocks: Tensor, start: int) -> None:
-    """logits [R, T, n*T], blocks [R, n]: in place, from the block at position `start` on."""
+    """logits [R, T, n*K], blocks [R, n]: in place, from the block at position `start` on."""
     assert key_bias is not None
-    size = logits.shape[1]
+    size = key_bias.shape[1]
     logits[:, :, start * size :] += key_bias[blocks[:, start:]].flatten(1).unsqueeze(1)
 
 
-def _hide_future(logits: Tensor, diagonal: Tensor) -> None:
-    """In place, in the last block of the rows where it is the diagonal one: diagonal bool [R]."""
-    size = logits.shape[1]
-    token = torch.arange(size, device=logits.device)
-    future = token > token[:, None]
-    logits[:, :, -size:].masked_fill_(diagonal[:, None, None] & future, -torch.inf)
+def _hide_future(logits: Tensor, slab: _Slab, chunk: _Group, first: int, last: int) -> None:
+    """In place, in the blocks first ... last - 1 of each row: only blocks that reach past a row's first query are."""
+    size, k_size = slab.q.shape[2], slab.k.shape[2]
+    start = (chunk.rows % slab.q.shape[1] * size).unsqueeze(1)  # [R, 1]: the first query of each row
+    blocks = chunk.blocks[:, first:last]
+    reaching = int((blocks * k_size + k_size - 1 > start).sum(1).amax())  # ascending: they are the last ones
+    if reaching == 0:
+        return
+    token = torch.arange(k_size, device=logits.device)
+    key = (blocks[:, -reaching:, None] * k_size + token).flatten(1)  # [R, n*K]
+    query = start + torch.arange(size, device=logits.device)  # [R, T]
+    logits[:, :, -reaching * k_size :].masked_fill_(key.unsqueeze(1) > query.unsqueeze(2), -torch.inf)
 
 
 def _log_sum_exp(largest: Tensor, probs: Tensor) -> Tensor:

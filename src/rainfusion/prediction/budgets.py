@@ -13,33 +13,24 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rainfusion.checks import LayoutSpec, Options
+from rainfusion.geometry import LayoutSpec
 from rainfusion.layout import cached_layout
+from rainfusion.options import Method
 from rainfusion.prediction.error_curves import Curves
 from rainfusion.prediction.selection import budget
 
 
-def numbers(options: Options, q_len: int, k_len: int) -> list[int]:
+def numbers(method: Method, q_spec: LayoutSpec, k_spec: LayoutSpec) -> tuple[int, ...]:
     """Blocks that the rows of each head keep: of the free columns with `exact_budget`, else of all. One if all agree.
 
-    The lengths are those of the whole sequence, also where q is a part of it.
+    The layouts are those of the whole sequence, also where q is a part of it.
     """
-    shares = tuple(options.head_sparsity) or (options.sparsity,)
-    return _numbers(*options.layout_specs(q_len, k_len), shares, options.exact_budget)
+    return tuple(_number(q_spec, k_spec, share, method.exact_budget) for share in method.sparsities)
 
 
 @lru_cache(maxsize=1024)
-def _numbers(q_spec: LayoutSpec, k_spec: LayoutSpec, shares: tuple[float, ...], exact: bool) -> list[int]:
-    return [_number(q_spec, k_spec, share, exact) for share in shares]
-
-
-def on_device(numbers: list[int], device: torch.device) -> Tensor:
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [1] or [H]; kept, so that calls of a layer send nothing to the device."""
-    return _on_device(tuple(numbers), device)
-
-
-@lru_cache(maxsize=1024)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
 
@@ -54,17 +45,15 @@ def _number(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool
     return max(1, math.ceil(left / free_rows)) if free_rows else 1
 
 
-def density(options: Options, q_len: int, k_len: int) -> float:
+def density(method: Method, q_spec: LayoutSpec, k_spec: LayoutSpec) -> float:
     """The share of blocks that will be kept, 0 to 1, as far as numbers say; the mean of the heads.
 
     Without `exact_budget` the best blocks are protected ones as often as chance has it.
     """
-    specs = options.layout_specs(q_len, k_len)
-    shares = options.head_sparsity or [options.sparsity]
-    return sum(_density(*specs, share, options.exact_budget) for share in shares) / len(shares)
+    found = [_density(q_spec, k_spec, share, method.exact_budget) for share in method.sparsities]
+    return sum(found) / len(found)
 
 
-@lru_cache(maxsize=1024)
 def _density(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool) -> float:
     rows, columns = (cached_layout(spec, torch.device("cpu")) for spec in (q_spec, k_spec))
     if rows.num_blocks == 0 or columns.num_blocks == 0:
@@ -84,6 +73,8 @@ def for_error(curves: Curves, target: float) -> Tensor:
     errors = (curves.squared_error / curves.squared_norm.unsqueeze(-1)).sqrt()
     too_large = ~(errors <= target)  # also where it is NaN
     blocks = torch.arange(1, columns + 1, device=errors.device)
-    needed = (too_large * blocks).amax(-1) + 1  # one more than the last that does not do
+    needed = (too_large * blocks).amax(
+        -1
+    ) + 1  # one block more than the largest number with which the error is too large
     free = columns - curves.protected
     return (needed - curves.protected).clamp(1, max(1, free)).to(torch.int32)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rainfusion import pipeline
 from rainfusion.autocast import own_precision
-from rainfusion.checks import Options
+from rainfusion.calls import Inputs
+from rainfusion.planning import Plan
 from rainfusion.prediction import error_curves
 from rainfusion.prediction.error_curves import Curves
 
@@ -60,22 +61,12 @@ class Recorder:
     layers: dict[str, LayerCurves] = field(default_factory=dict)
 
     @torch.no_grad()
-    def add(
-        self,
-        layer: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        options: Options,
-        runner: str,
-    ) -> None:
+    def add(self, layer: str, inputs: Inputs, plan: Plan) -> None:
         """One call, as `sparse_attention` would get it; every element of the batch counts as one."""
-        q_layout, k_layout = pipeline.layouts(q, k, options)
-        with own_precision(q.device):
-            scores = pipeline.block_scores(q, k, keep, options, q_layout, k_layout, runner)
-            curves = error_curves.curves(q, k, v, scores, keep, bias, options, q_layout, k_layout)
+        request, scores = pipeline.block_scores(inputs, plan)
+        with own_precision(inputs.q.device):
+            curves = error_curves.curves(request, scores)
+        q, q_layout, k_layout = inputs.q, request.q_layout, request.k_layout
         norm = curves.squared_norm.double().sum(1)  # [B]
         relative = resampled(curves) / norm[:, None, None]  # [B, H, GRID]
         counts = norm.isfinite() & (norm > 0)  # an element without a key, or with a NaN, says nothing

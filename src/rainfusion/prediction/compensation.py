@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion.backends.protocol import Request
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+from rainfusion.prediction.pooling import block_means
 from rainfusion.slabs import head_slabs
 
 _SLAB_BYTES = 64 * 2**20
@@ -28,9 +30,16 @@ def log_weights(
     return blocks.logsumexp(2)
 
 
-def key_bias(layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    """fp32 [B, NK * block_size] in block order: -inf for keys that were removed, and behind the last one."""
-    total = torch.zeros((batch, layout.seq_len), dtype=torch.float32, device=device) if bias is None else bias.float()
+def key_bias(
+    layout: TokenLayout,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[B, NK * block_size] in block order, what is added to a key's logits: -inf for removed keys, and for padding."""
+    total = torch.zeros((batch, layout.seq_len), dtype=dtype, device=device) if bias is None else bias.to(dtype)
     if keep is not None:
         total = total.masked_fill(~keep, -torch.inf)
     total = total if layout.is_identity else total.index_select(1, layout.order)
@@ -38,38 +47,34 @@ def key_bias(layout: TokenLayout, keep: Tensor | None, bias: Tensor | None, batc
     return F.pad(total, (0, padding), value=-torch.inf)
 
 
-def add(
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: BlockMask,
-    k_means: Tensor,
-    v_means: Tensor,
-    weights: Tensor,
-    q_layout: TokenLayout,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def add(request: Request, mask: BlockMask, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse over the kept blocks -> with the skipped ones.
 
-    q, out [B, H, Sq, D], lse fp32 [B, H, Sq], all in the caller's order; means fp32 [B, Hk, NK, D]; weights [B, NK]
+    out [B, H, Sq, D], lse fp32 [B, H, Sq], in the caller's order. Some heads of a batch element at a time, and some of
+    the queries of one head where that is still too much for the workspace.
     """
+    q, q_layout, k_layout = request.q, request.q_layout, request.k_layout
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads, q_len, _ = q.shape
-    shared = heads // max(1, k_means.shape[1])
+    weights = log_weights(k_layout, request.keep, request.bias, batch, q.device).to(dtype)
+    k_means, v_means = (block_means(x, k_layout, request.keep).to(dtype) for x in (request.k, request.v))
     block = torch.empty(q_len, dtype=torch.int64, device=q.device)  # of each query
-    block[q_layout.order] = torch.arange(q_len, device=q.device) // mask.block_size
+    block[q_layout.order] = torch.arange(q_len, device=q.device) // mask.q_block
+    query_bytes = 3 * mask.num_k_blocks * dtype.itemsize
+    chunk = max(mask.q_block, _SLAB_BYTES // max(1, query_bytes)) if q_len * query_bytes > _SLAB_BYTES else q_len
     total, total_lse = torch.empty_like(q), torch.empty_like(lse)
     for b in range(batch):
-        for slab in head_slabs(heads, 3 * q_len * mask.num_k_blocks * dtype.itemsize, _SLAB_BYTES):
-            of_keys = torch.arange(slab.start, slab.stop, device=q.device) // shared
+        for slab in head_slabs(heads, q_len * query_bytes, _SLAB_BYTES):
+            of_keys = torch.arange(slab.start, slab.stop, device=q.device) // request.gqa_ratio
             kept = BlockMask(mask.counts[b : b + 1, slab], mask.indices[b : b + 1, slab], mask.block_size).to_dense()[0]
-            logits = q[b, slab].to(dtype) @ k_means[b, of_keys].to(dtype).mT * scale + weights[b].to(dtype)
-            logits = logits.masked_fill_(kept[:, block], -torch.inf)
-            skipped = logits.logsumexp(-1)
-            both = torch.logaddexp(lse[b, slab].to(dtype), skipped)
-            base = both.masked_fill(both == -torch.inf, 0.0)  # a row without a key anywhere stays 0
-            share = (lse[b, slab].to(dtype) - base).exp()
-            probs = (logits - base.unsqueeze(-1)).exp()
-            mixed = out[b, slab].to(dtype) * share.unsqueeze(-1) + probs @ v_means[b, of_keys].to(dtype)
-            total[b, slab], total_lse[b, slab] = mixed.to(q.dtype), both.float()
+            keys, values = k_means[b, of_keys].mT, v_means[b, of_keys]
+            for part in (slice(start, min(start + chunk, q_len)) for start in range(0, q_len, chunk)):
+                logits = q[b, slab, part].to(dtype) @ keys * request.scale + weights[b]
+                logits = logits.masked_fill_(kept[:, block[part]], -torch.inf)
+                known = lse[b, slab, part].to(dtype)
+                both = torch.logaddexp(known, logits.logsumexp(-1))
+                base = both.masked_fill(both == -torch.inf, 0.0)  # a row without a key anywhere stays 0
+                probs = logits.sub_(base.unsqueeze(-1)).exp_()
+                mixed = out[b, slab, part].to(dtype) * (known - base).exp().unsqueeze(-1) + probs @ values
+                total[b, slab, part], total_lse[b, slab, part] = mixed.to(q.dtype), both.float()
     return total, total_lse

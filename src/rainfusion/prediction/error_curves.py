@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rainfusion.checks import Options
+from rainfusion.backends.protocol import Request
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import compensation
 from rainfusion.prediction.pooling import block_means
@@ -42,30 +42,19 @@ class _Parts(NamedTuple):
     values: Tensor  # [h, R, NK, D]: of exp(logit - base) v
 
 
-def curves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> Curves:
-    """q, k, v [B, H, S, D] in the caller's order, scores fp32 [B, H, NQ, NK]; queries from rows that may be sparse.
-
-    Nothing is read back to the host.
-    """
+def curves(request: Request, scores: Tensor) -> Curves:
+    """scores fp32 [B, H, NQ, NK]; queries from rows that may be sparse. Nothing is read back to the host."""
+    q, k, v, keep, bias = request[:5]
+    q_layout, k_layout = request.q_layout, request.k_layout
     tokens, rows = _sample(q_layout, q.device)
     batch, heads, _, head_dim = q.shape
-    columns, shared = k_layout.num_blocks, heads // k.shape[1]
+    columns, shared = k_layout.num_blocks, request.gqa_ratio
     squared_error = q.new_zeros((batch, heads, columns), dtype=torch.float32)
     squared_norm = q.new_ones((batch, heads), dtype=torch.float32)
     if len(rows) == 0:
         return Curves(squared_error, squared_norm, k_layout.num_protected)
     means = None
-    if options.compensate:
+    if request.method.compensate:
         weights = compensation.log_weights(k_layout, keep, bias, batch, k.device)
         means = block_means(k, k_layout, keep), block_means(v, k_layout, keep), weights
     size = len(tokens) * columns * (4 * head_dim + 3 * k_layout.block_size) * 4
@@ -73,7 +62,7 @@ def curves(
         removed = None if keep is None else ~keep[b]
         for slab in head_slabs(heads, size, _SLAB_BYTES.get(q.device.type, _SLAB_BYTES["cpu"])):
             of_keys = torch.arange(slab.start, slab.stop, device=q.device) // shared
-            queries = q[b, slab].index_select(1, tokens).float() * options.scale  # [h, R, D]
+            queries = q[b, slab].index_select(1, tokens).float() * request.scale  # [h, R, D]
             logits = queries @ k[b, of_keys].float().mT  # [h, R, Sk]
             logits = logits if bias is None else logits + bias[b].float()
             logits = logits if removed is None else logits.masked_fill(removed, -torch.inf)

@@ -33,24 +33,26 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
     return scores if live is None else scores.masked_fill_(~live[:, None, None, :], -torch.inf)
 
 
-def part_mass(q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, parts: int) -> Tensor:
+def part_mass(
+    q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, q_parts: int, k_parts: int
+) -> Tensor:
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * mean_q[a] . mean_k[b]), in fp32.
 
     A part that stands out counts, where the mean of the whole block would hide it, and each part of the queries counts
     as much as another; -inf where block j has no key left.
-    [B, Hq, NQ * parts, D], [B, Hk, NK * parts, D], live bool [NQ * parts], [B, NK * parts] -> [B, Hq, NQ, NK]
+    [B, Hq, NQ * q_parts, D], [B, Hk, NK * k_parts, D], live bool [NQ * q_parts], [B, NK * k_parts] -> [B, Hq, NQ, NK]
     """
     batch, heads, rows, _ = q_means.shape
     shared = heads // max(1, k_means.shape[1])
     columns = k_means.shape[2]
-    mass = q_means.new_empty((batch, heads, rows // parts, columns // parts))
+    mass = q_means.new_empty((batch, heads, rows // q_parts, columns // k_parts))
     for b in range(batch):
         for h in range(heads):
             logits = _shown((q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale))
             probs = logits.masked_fill_(~k_live[b], -torch.inf).softmax(-1).nan_to_num_(nan=0.0)
             probs = probs.masked_fill_(~q_live[:, None], 0.0)
-            mass[b, h] = probs.unflatten(1, (-1, parts)).sum(2).unflatten(0, (-1, parts)).sum(1)
-        mass[b].masked_fill_(~k_live[b].unflatten(0, (-1, parts)).any(1), -torch.inf)
+            mass[b, h] = probs.unflatten(1, (-1, k_parts)).sum(2).unflatten(0, (-1, q_parts)).sum(1)
+        mass[b].masked_fill_(~k_live[b].unflatten(0, (-1, k_parts)).any(1), -torch.inf)
     return mass
 
 

@@ -13,95 +13,63 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.backends import triton
-from rainfusion.backends.triton import LOG2E, Keys, Scales, choose_blocks, device_guard, predict
+from rainfusion.backends.protocol import Keys, Request, Scales, Speed
+from rainfusion.backends.triton import LOG2E, select
 from rainfusion.blockmask import BlockMask
-from rainfusion.checks import Options
-from rainfusion.layout import TokenLayout
+from rainfusion.calls import Call, Shapes
 from rainfusion.prediction.pooling import live_blocks
 
-__all__ = ["attend", "attend_blocks", "choose_blocks", "predict", "prepare", "why_not"]
+__all__ = ["SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
 
+# of an H200, see `crossover`
+SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 660e12, 2.0e12, 25e-6)}}
 TESTED_TRITON = ("3.6.0",)  # Gluon is experimental: other versions may compile it to something slow or wrong
 PRECISIONS = ("native", "fp8", "int8")
 MAX_HEAD_DIM = 128
 _BLOCK = 128
 
 
-def why_not(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
-) -> str | None:
-    if q.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(q)}"
+def why_not(call: Call, shapes: Shapes) -> str | None:
+    """Why this kernel cannot run the call, or None if it can."""
+    device, precision = shapes.device, call.method.precision
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(device)}"
     if not triton.installed():
         return triton.NOT_INSTALLED
     if triton_version() not in TESTED_TRITON:
         return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {triton_version()}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[3] > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, got {q.shape[3]}"
+    if shapes.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {str(shapes.dtype).removeprefix('torch.')}"
+    if shapes.head_dim > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {shapes.head_dim}"
     multiple = 8 if precision == "native" else 16
-    if q.shape[3] % multiple:
-        return f"takes head dims that are multiples of {multiple} with precision={precision!r}, got {q.shape[3]}"
-    block_size = mask.block_size if mask is not None else options.block_size if options is not None else _BLOCK
-    if block_size != _BLOCK:
-        return f"takes blocks of {_BLOCK} tokens, got {block_size}"
-    if options is not None and options.is_causal:
+    if shapes.head_dim % multiple:
+        return f"takes head dims that are multiples of {multiple} with precision={precision!r}, got {shapes.head_dim}"
+    if call.method.block_size != _BLOCK and not call.keeps_everything:
+        return f"takes blocks of {_BLOCK} tokens, got {call.method.block_size}"
+    if call.is_causal:
         return "has no causal kernel"
     return None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | None,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    *,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    numbers: list[int],
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None, BlockMask]:
-    """Same contract as `triton.attend`."""
-    with device_guard(q):
-        if mask is None and options.strategy == "ada_bsa" and options.precision != "native":
-            mask = predict(q, k, keep, options, numbers, q_layout, k_layout)  # from k as it is
-        keys = prepare(
-            k, v, k_layout, keep, bias, pool=triton.pooled_parts(mask, options), stand_ins=options.compensate,
-            precision=options.precision,
-        )  # fmt: skip
-        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
-        out, lse = attend_blocks(
-            q, keys, mask, rows, q_layout, scale=options.scale, is_causal=False, inner_precise=options.inner_precise,
-            return_lse=return_lse,
-        )  # fmt: skip
-    return out, lse, mask
+def scores(request: Request, keys: Keys | None) -> Tensor:
+    """Those of `triton`; where ada_bsa samples k itself, before it was quantised."""
+    quantised = keys is not None and keys.scales is not None and request.method.strategy == "ada_bsa"
+    return triton.scores(request, None if quantised else keys)
 
 
-def prepare(
-    k: Tensor,
-    v: Tensor,
-    layout: TokenLayout,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    *,
-    pool: int,
-    stand_ins: bool = False,
-    precision: str = "native",
-) -> Keys:
-    """Same contract as `triton.prepare`, and quantises."""
+def prepare(request: Request) -> Keys:
+    """What `triton.prepare` does, and quantises."""
+    k, v, layout, keep, precision = request.k, request.v, request.k_layout, request.keep, request.method.precision
     if precision == "native":
-        copy = not (_suits_copy_engine(k) and _suits_copy_engine(v))
-        return triton.prepare(k, v, layout, keep, bias, pool=pool, stand_ins=stand_ins, copy=copy)
+        return triton.prepare(request, copy=not (_suits_copy_engine(k) and _suits_copy_engine(v)))
 
     from rainfusion.backends.hopper.kernels import quantise
 
     batch, heads, length, head_dim = k.shape
     blocks, padded = layout.num_blocks, _padded(head_dim)
-    key_bias = None if keep is None else triton.key_bias(layout, keep, bias)
+    key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
+    stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
     weights = triton.stand_in_weights(layout, key_bias, k.device) if stand_ins else None
     spare = triton.stand_in_blocks(weights, _BLOCK)
     flags = None if keep is None else triton.as_bytes(keep)
@@ -124,38 +92,27 @@ def prepare(
     found = (k_mean, v_scale, k_out, v_out, k_scale)
     total = dict(ALL=blocks + spare, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
     quantise.quantise_kernel[grid](k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes)
-    if v_means is not None:  # the means, as blocks of keys and values behind the others
+    if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         quantise.quantise_kernel[(batch * heads * spare,)](
             means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
             FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
         )  # fmt: skip
-    if pool > 1:
-        means = triton.block_means(k, layout, keep, pool)
+    if parts > 1:
+        means = triton.block_means(k, layout, keep, parts)
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean))
 
 
-def attend_blocks(
-    q: Tensor,
-    keys: Keys,
-    mask: BlockMask,
-    rows: Tensor,
-    q_layout: TokenLayout,
-    *,
-    scale: float,
-    is_causal: bool,
-    inner_precise: int,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Same contract as `triton.attend_blocks`. The kernel has one arithmetic, whatever `inner_precise` is."""
+def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+    """The kernel has one arithmetic, whatever `inner_precise` is."""
     from rainfusion.backends.hopper.kernels.attention import hopper_attention_kernel
 
-    assert not is_causal
+    q, q_layout = request.q, request.q_layout
     batch, heads, q_len, head_dim = q.shape
     padded = _padded(head_dim)
     out = torch.empty_like(q)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
-    spare = triton.stand_in_blocks(keys.weights, _BLOCK)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
+    rows, spare = triton.row_schedule(request, mask), triton.stand_in_blocks(keys.weights, _BLOCK)
     flags = None
     if keys.bias is not None:  # which blocks have a bias at all
         biased = (keys.bias != 0).view(batch, -1, _BLOCK).any(-1)
@@ -167,10 +124,9 @@ def attend_blocks(
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(mask, keys), k_scale, v_scale, k_mean,
-        *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(scale) * LOG2E,
-        mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, heads // keys.k.shape[1], q_len,
-        keys.length,
-        D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=scale < 0, num_warps=4,
+        *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E,
+        mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, request.gqa_ratio, q_len, keys.length,
+        D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, num_warps=4,
     )  # fmt: skip
     return out, lse
 
@@ -217,8 +173,8 @@ def triton_version() -> str:
     return version("triton")
 
 
-def _device(q: Tensor) -> str:
-    if q.device.type != "cuda":
-        return f"{q.device.type} tensors"
-    major, minor = torch.cuda.get_device_capability(q.device)
-    return f"{torch.cuda.get_device_name(q.device)} ({major}.{minor})"
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device.type} tensors"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"

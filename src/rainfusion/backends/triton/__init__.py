@@ -5,7 +5,7 @@
     means --> scores --> best blocks --> list    on the device
     q rows through `order` --> attention --> out rows through `order`
 
-`prepare`, `predict` and `attend_blocks` are these stages; `attend` is the whole call. `hopper` shares all but the last.
+`hopper` shares all stages but the last, and quantises in the first.
 """
 
 from __future__ import annotations
@@ -13,46 +13,52 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 from importlib.util import find_spec
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion.backends.protocol import Keys, Request, Speed
 from rainfusion.blockmask import BlockMask
-from rainfusion.checks import Options
+from rainfusion.calls import Call, Shapes
 from rainfusion.layout import TokenLayout
-from rainfusion.prediction import budgets, compensation
+from rainfusion.prediction import budgets as budget_table
+from rainfusion.prediction import compensation
 from rainfusion.prediction.pooling import live_blocks, present
 from rainfusion.prediction.predictors import live_groups
 
 T = TypeVar("T")
 
+SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6)}}  # of an H200, see `crossover`
 MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
 
 
-def why_not(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, options: Options | None = None, precision: str = "native"
-) -> str | None:
+def why_not(call: Call, shapes: Shapes) -> str | None:
+    """Why these kernels cannot run the call, or None if they can."""
+    kind = shapes.device.type
     if not installed():
         return NOT_INSTALLED
-    if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
-        return f"needs a CUDA or ROCm device, got {q.device.type} tensors"
-    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        major, minor = torch.cuda.get_device_capability(q.device)
+    if kind != "cuda" and not (kind == "cpu" and _interpreted()):
+        return f"needs a CUDA or ROCm device, got {kind} tensors"
+    if kind == "cpu" and call.backend == "auto":
+        return "is run by Triton's interpreter on a CPU, which is slow: ask for it by name"
+    if kind == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(shapes.device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(shapes.device)
         return f"needs compute capability 8.0 or newer, found {major}.{minor}"
-    if q.dtype == torch.float64:
+    if shapes.dtype == torch.float64:
         return "takes float16, bfloat16 and float32, got float64"
-    if q.shape[3] > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, got {q.shape[3]}"
-    if precision not in PRECISIONS:
-        return f"has no {precision} kernels"
+    if shapes.head_dim > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {shapes.head_dim}"
+    if isinstance(call.method.block_size, tuple) and not call.keeps_everything:
+        return f"has no kernels for finer blocks of keys yet, got block_size={call.method.block_size}"
+    if call.method.precision not in PRECISIONS:
+        return f"has no {call.method.precision} kernels"
     return None
 
 
@@ -71,149 +77,48 @@ def answers_once(function: Callable[[], T]) -> Callable[[], T]:
 
 @answers_once
 def installed() -> bool:
-    """Without importing it."""
+    """Whether there is a Triton, without importing it."""
     return find_spec("triton") is not None
-
-
-class Scales(NamedTuple):
-    """What turns quantised keys and values back, all fp32."""
-
-    k: Tensor  # [B, Hk, blocks]
-    v: Tensor  # [B, Hk, D]
-    k_mean: Tensor  # [B, Hk, D], which was subtracted from every key
-
-
-class Keys(NamedTuple):
-    """Keys and values in block order, and what was found on the way."""
-
-    k: Tensor  # [B, Hk, at least Sk, D]; the means that stand in for blocks, if asked for, from NK * block_size on
-    v: Tensor  # the same; quantised [B, Hk, blocks * padded D, 128], its blocks transposed
-    means: Tensor | None  # fp32 [B, Hk, NK * parts, D], if asked for
-    bias: Tensor | None  # fp32 [B, NK * block_size] in units of log2, -inf where a key does not count
-    length: int  # Sk
-    weights: Tensor | None = None  # fp32 [B or 1, whole blocks of means] of those that stand in: log2 of their keys
-    scales: Scales | None = None  # if quantised
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | None,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    *,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    numbers: list[int],
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None, BlockMask]:
-    """-> out, lse if asked for, and the mask: the given one, or the one that was predicted.
-
-    `numbers`: blocks that rf_v2 keeps in a row, see `budgets.numbers`.
-    """
-    with device_guard(q):
-        parts = pooled_parts(mask, options)
-        keys = prepare(k, v, k_layout, keep, bias, pool=parts, stand_ins=options.compensate)
-        mask, rows = choose_blocks(q, keys, mask, q_layout, k_layout, keep, options, numbers)
-        out, lse = attend_blocks(
-            q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
-            inner_precise=options.inner_precise, return_lse=return_lse,
-        )  # fmt: skip
-    return out, lse, mask
-
-
-def pooled_parts(mask: BlockMask | None, options: Options) -> int:
-    """Means of a block that the keys are needed with; 0: none."""
-    return options.parts if mask is None and options.strategy == "rf_v2" else 0
-
-
-def choose_blocks(
-    q: Tensor,
-    keys: Keys,
-    mask: BlockMask | None,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-    keep: Tensor | None,
-    options: Options,
-    numbers: list[int],
-) -> tuple[BlockMask, Tensor]:
-    """-> the mask, predicted unless given, and the order in which to take its rows, heavy ones first."""
-    if mask is None and options.strategy == "rf_v2":  # light rows are all alike
-        assert keys.means is not None
-        found = _scores(block_means(q, q_layout, parts=options.parts), keys.means, keep, options, q_layout, k_layout)
-        return _best_blocks(found, numbers, options, q_layout, k_layout), q_layout.protected_first
-    if mask is None and options.strategy == "ada_bsa":
-        mask = _keep_mass(q, keys.k, keep, options, keys.length)
-    if mask is None:
-        batch, heads, q_len, _ = q.shape
-        mask = BlockMask.full(
-            batch, heads, q_len, keys.length,
-            block_size=options.block_size, is_causal=options.is_causal, device=q.device,
-        )  # fmt: skip
-    return mask, heavy_first(mask)
-
-
-def predict(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    options: Options,
-    numbers: list[int],
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> BlockMask:
-    """The mask alone, of rf_v2 or ada_bsa: the same as `attend` would use, bit for bit."""
-    with device_guard(q):
-        if options.strategy == "rf_v2":
-            found = scores(q, k, keep, options, q_layout, k_layout)
-            return _best_blocks(found, numbers, options, q_layout, k_layout)
-        clean = k if keep is None else k.masked_fill(~keep[:, None, :, None], 0.0)
-        return _keep_mass(q, clean, keep, options, k.shape[2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # stages
 
 
-def prepare(
-    k: Tensor,
-    v: Tensor,
-    layout: TokenLayout,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    *,
-    pool: int,
-    stand_ins: bool = False,
-    copy: bool = False,
-) -> Keys:
-    """k, v [B, Hk, Sk, D] -> in block order. Without an order or a mask nothing is copied, unless asked for.
+def prepare(request: Request, copy: bool = False) -> Keys:
+    """k and v in block order. Without an order, a mask or stand-ins nothing is copied, unless asked for.
 
-    `pool`: so many means of each block; one is found on the way. `stand_ins`: the means of k and v follow the last
-    block, for blocks that are skipped.
+    One mean of each block is found on the way; the means of k and v that stand in for skipped blocks follow the last
+    block, from NK * block_size on.
     """
-    total_bias = None if keep is None else key_bias(layout, keep, bias)
+    k, v, layout, keep = request.k, request.v, request.k_layout, request.keep
+    parts, stand_ins = pooled_parts(request), request.method.compensate
+    bias = None if keep is None else key_bias(layout, keep, request.bias)
     if layout.is_identity and keep is None and not (copy or stand_ins):
-        return Keys(k, v, block_means(k, layout, parts=pool) if pool else None, total_bias, k.shape[2])
+        return Keys(k, v, block_means(k, layout, parts=parts) if parts else None, bias, k.shape[2])
 
     from rainfusion.backends.triton.kernels import blocks
 
     batch, heads, length, head_dim = k.shape
-    weights = stand_in_weights(layout, total_bias, k.device) if stand_ins else None
+    weights = stand_in_weights(layout, bias, k.device) if stand_ins else None
     spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
-    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if pool == 1 else None
+    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if parts == 1 else None
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
         heads, length, layout.num_blocks, spare,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, POOL=pool == 1, STAND_INS=stand_ins, num_warps=2 * row_warps(k),
+        HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins, num_warps=2 * row_warps(k),
     )  # fmt: skip
-    if pool > 1:
-        means = block_means(k, layout, keep, pool)
-    return Keys(k_out, v_out, means, total_bias, length, weights)
+    if parts > 1:
+        means = block_means(k, layout, keep, parts)
+    return Keys(k_out, v_out, means, bias, length, weights)
+
+
+def pooled_parts(request: Request) -> int:
+    """Means of a block that the keys are needed with; 0: none."""
+    return request.method.k_parts if request.predicts and request.method.strategy == "rf_v2" else 0
 
 
 def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, parts: int = 1) -> Tensor:
@@ -231,61 +136,48 @@ def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, part
     return means
 
 
-def scores(
-    q: Tensor, k: Tensor, keep: Tensor | None, options: Options, q_layout: TokenLayout, k_layout: TokenLayout
-) -> Tensor:
-    """rf_v2's, fp32 [B, H, NQ, NK]."""
-    with device_guard(q):
-        q_means = block_means(q, q_layout, parts=options.parts)
-        k_means = block_means(k, k_layout, keep, options.parts)
-        return _scores(q_means, k_means, keep, options, q_layout, k_layout)
+def scores(request: Request, keys: Keys | None) -> Tensor:
+    """fp32 [B, H, NQ, NK], the same with keys that were prepared as without, bit for bit."""
+    method, keep = request.method, request.keep
+    if method.strategy == "ada_bsa":
+        clean = request.k if keep is None else request.k.masked_fill(~keep[:, None, :, None], 0.0)
+        return _group_mass(request, clean if keys is None else keys.k)
+    q_means = block_means(request.q, request.q_layout, parts=method.q_parts)
+    k_means = None if keys is None else keys.means
+    if k_means is None:
+        k_means = block_means(request.k, request.k_layout, keep, method.k_parts)
+    return _mean_scores(request, q_means, k_means) if method.q_parts == 1 else _part_mass(request, q_means, k_means)
 
 
-def _scores(
-    q_means: Tensor,
-    k_means: Tensor,
-    keep: Tensor | None,
-    options: Options,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> Tensor:
-    """From the means of blocks, or of their parts."""
+def _mean_scores(request: Request, q_means: Tensor, k_means: Tensor) -> Tensor:
+    """`predictors.mean_scores`"""
     from rainfusion.backends.triton.kernels import ranking
 
-    if options.parts > 1:
-        return _part_mass(q_means, k_means, keep, options, q_layout, k_layout)
-    batch, heads, _, head_dim = q_means.shape
-    rows, columns = q_layout.num_blocks, k_layout.num_blocks
+    batch, heads, rows, head_dim = q_means.shape
+    columns = k_means.shape[2]
     found = q_means.new_empty((batch, heads, rows, columns))
-    live = None if keep is None else as_bytes(live_blocks(k_layout, keep))
+    live = None if request.keep is None else as_bytes(live_blocks(request.k_layout, request.keep))
     tile = 64
     ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
-        q_means, k_means, live, found, options.scale, heads, heads // k_means.shape[1], rows, columns,
+        q_means, k_means, live, found, request.scale, heads, request.gqa_ratio, rows, columns,
         D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(q_means), num_warps=4,
     )  # fmt: skip
     return found
 
 
-def _part_mass(
-    q_means: Tensor,
-    k_means: Tensor,
-    keep: Tensor | None,
-    options: Options,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> Tensor:
+def _part_mass(request: Request, q_means: Tensor, k_means: Tensor) -> Tensor:
     """`predictors.part_mass`"""
     from rainfusion.backends.triton.kernels import ranking, tuning
 
-    parts, size = options.parts, options.block_size // options.parts
+    q_layout, k_layout, keep, parts = request.q_layout, request.k_layout, request.keep, request.method.q_parts
     batch, heads, _, head_dim = q_means.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
     mass = q_means.new_empty((batch, heads, rows, columns))
     live = present(k_layout, parts, k_means.device)[None] if keep is None else live_blocks(k_layout, keep, parts)
     tile = tuning.part_tile(_capability(q_means), _padded(head_dim))
     ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
-        q_means, k_means, as_bytes(live), mass, columns * parts if len(live) > 1 else 0, options.scale, heads,
-        heads // k_means.shape[1], rows, columns, math.ceil(q_layout.seq_len / size),
+        q_means, k_means, as_bytes(live), mass, columns * parts if len(live) > 1 else 0, request.scale, heads,
+        request.gqa_ratio, rows, columns, math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
         D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits
         PRECISION=_products(q_means, 1), num_warps=tile.warps, num_stages=tile.stages,
@@ -295,64 +187,81 @@ def _part_mass(
     return mass
 
 
-def _best_blocks(
-    scores: Tensor, numbers: list[int], options: Options, q_layout: TokenLayout, k_layout: TokenLayout
-) -> BlockMask:
-    """numbers: one for each head, or one for all, which needs no tensor."""
-    number = budgets.on_device(numbers, scores.device) if len(numbers) > 1 else numbers[0]
-    return keep_best(scores, number, options.exact_budget, options.block_size, q_layout, k_layout)
+def _group_mass(request: Request, k: Tensor) -> Tensor:
+    """`predictors.antidiagonal_mass`; k has zeros where keys were removed, and may be longer than the sequence."""
+    from rainfusion.backends.triton.kernels import ranking, tuning
+
+    q, k_len = request.q, request.k.shape[2]
+    batch, heads, q_len, head_dim = q.shape
+    rows, columns = request.q_layout.num_blocks, request.k_layout.num_blocks
+    mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    groups = as_bytes(live_groups(request.keep, batch, k_len, columns, k.device)).contiguous()
+    tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
+    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
+        q, k, groups, mass, *q.stride(), *k.stride(), request.scale / 8, heads, request.gqa_ratio, rows, columns,
+        q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
+        IS_CAUSAL=request.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return mass
 
 
-def keep_best(
+def select(request: Request, scores: Tensor, budgets: tuple[int, ...] | Tensor, free_only: bool) -> BlockMask:
+    """`selection.keep_best` or `keep_mass`. The list takes the scores' memory: a row is read before it is written."""
+    counts = torch.empty(scores.shape[:3], dtype=torch.int32, device=scores.device)
+    indices = scores.view(torch.int32)
+    if request.method.strategy == "rf_v2":
+        _keep_best(request, scores, budgets, free_only, counts, indices)
+    else:
+        _keep_mass(request, scores, counts, indices)
+    return BlockMask(counts, indices, request.method.block_size)
+
+
+def _keep_best(
+    request: Request,
     scores: Tensor,
-    number: int | Tensor,
+    budgets: tuple[int, ...] | Tensor,
     free_only: bool,
-    block_size: int,
-    q_layout: TokenLayout,
-    k_layout: TokenLayout,
-) -> BlockMask:
-    """`selection.keep_best`; number: one for all rows, or int32 [H] or [B * H].
-
-    The list takes the scores' memory: a row is read whole before it is written.
-    """
+    counts: Tensor,
+    indices: Tensor,
+) -> None:
+    """One budget for all rows needs no tensor; else int32 [H] or [B * H]."""
     from rainfusion.backends.triton.kernels import ranking
 
     batch, heads, rows, columns = scores.shape
-    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=scores.device)
-    indices = scores.view(torch.int32)
-    one, several, of = (0, number, len(number)) if isinstance(number, Tensor) else (number, None, 1)
-    with device_guard(scores):
-        ranking.keep_best_kernel[(batch * heads * rows,)](
-            scores, as_bytes(q_layout.protected), as_bytes(k_layout.protected), counts, indices, one, several, of, rows,
-            columns, N_PAD=_power_of_two(columns), PER_HEAD=several is not None, FREE_ONLY=free_only,
-            num_warps=_ranking_warps(columns),
-        )  # fmt: skip
-    return BlockMask(counts, indices, block_size)
-
-
-def _keep_mass(q: Tensor, k: Tensor, keep: Tensor | None, options: Options, k_len: int) -> BlockMask:
-    """ada_bsa's scores and selection; k has zeros where keys were removed."""
-    from rainfusion.backends.triton.kernels import ranking, tuning
-
-    batch, heads, q_len, head_dim = q.shape
-    rows, columns = math.ceil(q_len / 128), math.ceil(k_len / 128)
-    mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
-    groups = as_bytes(live_groups(keep, batch, k_len, columns, k.device)).contiguous()
-    tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
-    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
-        q, k, groups, mass, *q.stride(), *k.stride(), options.scale / 8, heads, heads // k.shape[1], rows, columns,
-        q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
-        IS_CAUSAL=options.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=q.device)
-    live = None if keep is None else as_bytes(groups.view(batch, columns, 16).amax(2))
-    ranking.keep_mass_kernel[(batch * heads * rows,)](
-        mass, live, counts, mass.view(torch.int32), _bits(1.0 - options.sparsity), options.cdf_threshold, heads, rows,
-        columns, N_PAD=_power_of_two(columns), HAS_LIVE=live is not None, IS_CAUSAL=options.is_causal,
-        KEEP_SINK=options.keep_sink, KEEP_RECENT=options.keep_recent, HAS_THRESHOLD=options.cdf_threshold < 1.0,
+    several = budgets.flatten() if isinstance(budgets, Tensor) else None
+    if not isinstance(budgets, Tensor) and len(budgets) > 1:
+        several = budget_table.on_device(budgets, scores.device)
+    one = 0 if several is not None or isinstance(budgets, Tensor) else budgets[0]
+    protected = as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected)
+    ranking.keep_best_kernel[(batch * heads * rows,)](
+        scores, *protected, counts, indices, one, several, 1 if several is None else len(several), rows, columns,
+        N_PAD=_power_of_two(columns), PER_HEAD=several is not None, FREE_ONLY=free_only,
         num_warps=_ranking_warps(columns),
     )  # fmt: skip
-    return BlockMask(counts, mass.view(torch.int32), options.block_size)
+
+
+def _keep_mass(request: Request, mass: Tensor, counts: Tensor, indices: Tensor) -> None:
+    from rainfusion.backends.triton.kernels import ranking
+
+    batch, heads, rows, columns = mass.shape
+    method = request.method
+    live = None if request.keep is None else as_bytes(live_blocks(request.k_layout, request.keep))
+    ranking.keep_mass_kernel[(batch * heads * rows,)](
+        mass, live, counts, indices, _bits(1.0 - method.mean_sparsity), method.cdf_threshold, heads, rows, columns,
+        N_PAD=_power_of_two(columns), HAS_LIVE=live is not None, IS_CAUSAL=request.is_causal,
+        KEEP_SINK=method.keep_sink, KEEP_RECENT=method.keep_recent, HAS_THRESHOLD=method.cdf_threshold < 1.0,
+        num_warps=_ranking_warps(columns),
+    )  # fmt: skip
+
+
+def row_schedule(request: Request, mask: BlockMask) -> Tensor:
+    """int32 [NQ] or [B * H, NQ]: the order in which to take the rows of blocks, heavy ones first.
+
+    Rows that rf_v2 chose are all alike but for the protected ones, which are known beforehand.
+    """
+    if request.predicts and request.method.strategy == "rf_v2":
+        return request.q_layout.protected_first
+    return heavy_first(mask)
 
 
 def heavy_first(mask: BlockMask) -> Tensor:
@@ -366,43 +275,33 @@ def heavy_first(mask: BlockMask) -> Tensor:
     return schedule
 
 
-def attend_blocks(
-    q: Tensor,
-    keys: Keys,
-    mask: BlockMask,
-    rows: Tensor,
-    q_layout: TokenLayout,
-    *,
-    scale: float,
-    is_causal: bool,
-    inner_precise: int,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention kernel. `rows` int32 [NQ] or [B * H, NQ]: the order in which to take the rows of blocks."""
+def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+    """The attention kernel: reads q's rows, and writes those of out, through the order of the layout."""
     from rainfusion.backends.triton.kernels import attention, tuning
 
+    q, q_layout, block = request.q, request.q_layout, mask.q_block
     batch, heads, q_len, head_dim = q.shape
     out = torch.empty_like(q)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if return_lse else None
-    stand_ins = stand_in_bias(mask, keys)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
+    rows, stand_ins = row_schedule(request, mask), stand_in_bias(mask, keys)
     tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize, stand_ins is not None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
-    queries = min(tile.queries, mask.block_size)
-    attention.attention_kernel[(batch * heads * mask.num_q_blocks * (mask.block_size // queries),)](
+    queries = min(tile.queries, block)
+    attention.attention_kernel[(batch * heads * mask.num_q_blocks * (block // queries),)](
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
-        scale * LOG2E, heads, heads // keys.k.shape[1], mask.num_q_blocks, mask.num_k_blocks,
-        stand_in_blocks(keys.weights, mask.block_size), q_len, keys.length,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=mask.block_size, BM=queries, BN=min(tile.keys, mask.block_size),
-        HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=return_lse, IS_CAUSAL=is_causal,
-        STAND_INS=stand_ins is not None, PRECISION=_products(q, inner_precise), num_warps=tile.warps,
-        num_stages=tile.stages,
+        request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks, mask.num_k_blocks,
+        stand_in_blocks(keys.weights, block), q_len, keys.length,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, BM=queries, BN=min(tile.keys, block),
+        HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=request.return_lse,
+        IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
+        PRECISION=_products(q, request.method.inner_precise), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
 
 def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.device) -> Tensor:
-    """fp32 [B or 1, whole blocks]: log2 of the number of keys in each block; -inf where there is none, and behind."""
+    """fp32 [B or 1, whole blocks]: log2 of each block's number of keys; -inf where there are none, and past the end."""
     blocks, size = layout.num_blocks, layout.block_size
     width = math.ceil(blocks / size) * size
     if bias is not None:
@@ -428,22 +327,17 @@ def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
     weights = keys.weights
     batch, heads, rows, columns = mask.indices.shape
     width = weights.shape[1]
-    bias = torch.empty((batch, heads, rows, width + mask.block_size), dtype=torch.float32, device=weights.device)
+    bias = torch.empty((batch, heads, rows, width + mask.k_block), dtype=torch.float32, device=weights.device)
     stand_ins_kernel[(batch * heads * rows,)](
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
         weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
-        BLOCK=mask.block_size, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
+        BLOCK=mask.k_block, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
     )  # fmt: skip
     return bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # small pieces
-
-
-def device_guard(q: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device: make it q's."""
-    return torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
 
 
 def key_bias(layout: TokenLayout, keep: Tensor, bias: Tensor | None) -> Tensor:
