@@ -21,6 +21,7 @@ PRECISIONS = ["native", *QUANTISED]
 ON_GPU = [  # the marks of a test for `pytest -m gpu`
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(1800),  # the first call compiles
 ]
 
 # Triton compiles a kernel again for a size that is 1, or divisible by 16. These lengths are neither, nor are their
@@ -45,7 +46,7 @@ TOKEN = LENGTH // 4  # one somewhere
 
 RF_V2 = dict(sparse_type="rf_v2", sparsity=0.6)
 CALL = dict(RF_V2, **VIDEO)  # with the defaults of `sparse_attention`
-USUAL = dict(CALL, predictor="submeans", compensate=True, first_frame="keys")  # that of a pipeline
+USUAL = dict(CALL, predictor="submeans", compensate=True, first_frame="free")  # with those of `rainfusion.enable`
 SUBMEANS = {
     "plain": dict(RF_V2, predictor="submeans"),
     "video": dict(CALL, predictor="submeans"),
