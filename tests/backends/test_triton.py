@@ -29,6 +29,7 @@ from rainfusion.backends import triton as triton_backend
 from rainfusion.prediction import selection
 
 pytestmark = [
+    pytest.mark.timeout(1800),  # the interpreter is slow
     pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only"),
     # the interpreter's: log2(0), inf - inf; int() of an array of one number
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore:Conversion of an array:DeprecationWarning"),

@@ -8,6 +8,8 @@ from helpers.inputs import qkv
 from rainfusion import BlockMask, sparse_attention
 from rainfusion.backends import triton as triton_backend
 
+pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter, compilers
+
 GRID, TXT = (3, 8, 9), 20
 LENGTH = 3 * 8 * 9 + TXT  # 236: a ragged last block
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.8, latent_shape_q=GRID, txt_len=TXT, block_size=64)
