@@ -9,6 +9,8 @@ import torch
 from rainfusion import BlockMask, block_sparse_attention, predict_mask, sparse_attention
 from rainfusion.checks import options as checked_options
 
+pytestmark = pytest.mark.timeout(1800)  # compilers take their time
+
 LENGTH = 4 * 10 * 16 + 20
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.6, latent_shape_q=[4, 10, 16], txt_len=20)
 SPANS = [{"start": 10, "latent_shape": [1, 20, 20]}, {"start": 410, "latent_shape": [2, 10, 12]}]

@@ -7,6 +7,8 @@ from helpers.memory import extra_bytes
 from rainfusion import BlockMask, TokenLayout, pipeline, predict_mask
 from rainfusion.backends import portable
 
+pytestmark = pytest.mark.timeout(1800)  # processes of their own, with large inputs
+
 MB = 2**20
 QKV = "q, k, v = (torch.randn({shape}) for _ in range(3))"
 

@@ -17,15 +17,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import rainfusion
+from helpers.gpu import ON_GPU
 from rainfusion import pipeline
 from rainfusion.backends import crossover
 from rainfusion.distributed import _deal, attend_sharded, ring_attention, ulysses_attention
 from rainfusion.layout import TokenLayout, cached_layout
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+    pytest.mark.timeout(1800),  # the first test of a start waits for all of its cases
+]
 
 PAGE = Path(__file__).parents[2] / "docs" / "several_gpus.md"
-SECONDS = 240  # for all cases of a start
+SECONDS = 1500  # for all cases of a start: then it hangs
 
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=[4, 14, 20])  # 1120 tokens, 9 blocks
 CLIPS = [dict(start=30, latent_shape=[3, 12, 16]), dict(start=700, latent_shape=[1, 20, 20])]
@@ -451,9 +455,6 @@ def test_what_is_dealt_out_comes_as_blocks():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # on a GPU: one is not enough for several NCCL processes
-
-
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def dealt(q, k, v, processes, **kwargs):

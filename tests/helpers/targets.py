@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -339,7 +338,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as cache:  # what an earlier run compiled does not count
         os.environ["TRITON_CACHE_DIR"] = cache
         sys.exit(main())

@@ -6,9 +6,9 @@ import math
 import numpy
 import pytest
 import torch
-from test_attention import qkv
 
 from helpers import oracle
+from helpers.inputs import qkv
 from rainfusion import BlockMask, Profile, checks, pipeline, predict_mask, sparse_attention
 from rainfusion.prediction import budgets, error_curves
 from rainfusion.prediction.calibration import GRID, LayerCurves, Recorder, allocate, convex_pieces
