@@ -18,8 +18,10 @@ import torch.multiprocessing as mp
 
 import rainfusion
 from helpers.gpu import ON_GPU
+from helpers.planned import planned
 from rainfusion import pipeline
 from rainfusion.backends import crossover
+from rainfusion.calls import Inputs
 from rainfusion.distributed import _deal, attend_sharded, ring_attention, ulysses_attention
 from rainfusion.layout import TokenLayout, cached_layout
 
@@ -186,7 +188,7 @@ def asked_about():
     """Shapes of q for which the crossover is asked whether dense attention is faster."""
     asked = []
     q = torch.zeros(1, 4, 10, 8)
-    ask, crossover.why_dense = crossover.why_dense, lambda runner, q, k, options: asked.append(list(q.shape))
+    ask, crossover.why_dense = crossover.why_dense, lambda backend, call, method, shapes: asked.append(list(shapes.q))
     for attend in (ulysses_attention, ring_attention):
         attend(q, q, q, sparse_type="rf_v2", sparsity=0.5)
     crossover.why_dense = ask
@@ -432,7 +434,7 @@ def test_every_process_has_as_much_to_do():
     deals = [_deal(spec, None, sizes, rank, torch.device("cpu")) for rank in range(8)]
     heavy = [int(deal.layout.protected.sum()) for deal in deals]
     assert sum(heavy) == int(layout.protected.sum()) and max(heavy) - min(heavy) <= 1
-    blocks = [len(deal.share.blocks) for deal in deals]
+    blocks = [len(deal.shard.blocks) for deal in deals]
     assert sum(blocks) == layout.num_blocks and max(blocks) - min(blocks) <= 1
 
 
@@ -448,7 +450,7 @@ def test_what_is_dealt_out_comes_as_blocks():
     for rank, deal in enumerate(deals):
         came = torch.cat([parts[rank] for parts in sent])
         assert [len(parts[rank]) for parts in sent] == deal.come
-        expected = [layout.order[128 * block : 128 * block + 128] for block in deal.share.blocks.tolist()]
+        expected = [layout.order[128 * block : 128 * block + 128] for block in deal.shard.blocks.tolist()]
         assert torch.equal(deal.layout.reorder(came[:, None])[:, 0], torch.cat([came[:0], *expected]))
         assert torch.equal(torch.cat(sent[rank])[deal.back], held[rank])
 
@@ -459,20 +461,16 @@ def test_what_is_dealt_out_comes_as_blocks():
 
 def dealt(q, k, v, processes, **kwargs):
     """rf_v2 as `ring_attention` computes it, one process after the other."""
-    options = rainfusion.checks.options(
-        q, k, predicts=True, **{name: value for name, value in kwargs.items() if name != "backend"}
-    )
-    spec = options.layout_specs(q.shape[2], q.shape[2])[0]
+    _, plan = planned(q, k, v, **kwargs)
+    spec = plan.q_spec
     sizes = tuple(len(part) for part in torch.arange(q.shape[2]).tensor_split(processes))
     deals = [_deal(spec, None, sizes, rank, q.device) for rank in range(processes)]
     sent = [rows[:, :, deal.send].split(deal.to, 2) for rows, deal in zip(q.split(sizes, 2), deals, strict=True)]
     results = []
     for rank, deal in enumerate(deals):
         rows = torch.cat([parts[rank] for parts in sent], 2)
-        out, _, _ = pipeline.attend_in(
-            deal.layout, cached_layout(spec, q.device), rows, k, v, None, None, None, options, kwargs["backend"], False,
-            deal.share,
-        )  # fmt: skip
+        layouts = deal.layout, cached_layout(spec, q.device)
+        out = pipeline.attend(Inputs(rows, k, v), plan, layouts, deal.shard).out
         results.append(out.split(deal.come, 2))
     back = [torch.cat([parts[rank] for parts in results], 2)[:, :, deal.back] for rank, deal in enumerate(deals)]
     return torch.cat(back, 2)

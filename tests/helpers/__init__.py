@@ -4,6 +4,7 @@
     oracle             layouts, masks and attention from their definitions, in float64
     accuracy           the error of a result, and what a dtype rounds away
     gpu                the same for the tests of a GPU, computed on it, and the calls that they make
+    planned            a call as the library plans it, for tests of single stages
     fuzz               how many random examples to try
     memory             what a call allocates at its peak, in a process of its own
     tiny_models        diffusers' transformers with random weights, one a family

@@ -102,7 +102,7 @@ def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
     asked = []
     prepare = triton_backend.prepare
     monkeypatch.setattr(
-        triton_backend, "prepare", lambda *args, **kw: (asked.append(kw["stand_ins"]), prepare(*args, **kw))[1]
+        triton_backend, "prepare", lambda request: (asked.append(request.method.compensate), prepare(request))[1]
     )
     for sparsity in (0.0, 0.7):
         sparse_attention(q, k, v, **dict(PLAIN, sparsity=sparsity), compensate=True, backend="triton", return_lse=True)
