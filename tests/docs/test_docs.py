@@ -342,6 +342,16 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "sparse_attention" in (tmp_path / "api" / "attention" / "index.html").read_text()
 
 
+def test_the_map_names_what_there_is():
+    source = ROOT / "src" / "rainfusion"
+    (tree,) = (text for text in blocks("text", DOCS["architecture.md"]) if text.startswith("rainfusion/"))
+    for name, rest in re.findall(r"^  (\S+) +(.*)$", tree, re.MULTILINE):
+        assert (source / name).exists(), name
+        if name in ("prediction/", "integrations/"):
+            for module in re.findall(r"\w+(?=,|;|$)", rest.split(";")[0]):
+                assert (source / name / f"{module}.py").exists(), module
+
+
 def test_ci_runs_on_every_python_that_the_package_names():
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
