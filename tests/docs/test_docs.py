@@ -345,11 +345,13 @@ def test_the_site_builds_without_a_warning(tmp_path):
 def test_the_map_names_what_there_is():
     source = ROOT / "src" / "rainfusion"
     (tree,) = (text for text in blocks("text", DOCS["architecture.md"]) if text.startswith("rainfusion/"))
-    for name, rest in re.findall(r"^  (\S+) +(.*)$", tree, re.MULTILINE):
-        assert (source / name).exists(), name
-        if name in ("prediction/", "integrations/"):
-            for module in re.findall(r"\w+(?=,|;|$)", rest.split(";")[0]):
-                assert (source / name / f"{module}.py").exists(), module
+    named = dict(re.findall(r"^  (\S+) +(.*)$", tree, re.MULTILINE))
+    modules = {path.name for path in source.glob("[!_]*.py")}
+    folders = {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
+    assert set(named) == (modules | folders) - {"plugin.py", "compat.py", "plugin/", "compat/"}  # former places
+    for folder in ("prediction/", "backends/", "integrations/"):
+        for module in re.findall(r"\w+", named[folder].split(";")[0]):
+            assert (source / folder / f"{module}.py").exists(), module
 
 
 def test_ci_runs_on_every_python_that_the_package_names():
