@@ -28,6 +28,14 @@ def test_a_long_sequence_stays_under_its_bound(grid):
     assert extra < 500 * MB  # the promise is 1.5 GB
 
 
+def test_compensating_a_long_sequence_of_one_head_stays_under_its_bound():
+    """75600 tokens: logits between all queries and all means of blocks would be 179 MB a copy, of which it had four."""
+    shape = (1, 1, 75600, 32)
+    call = "rainfusion.sparse_attention(q, k, v, sparse_type='rf_v2', sparsity=0.97, compensate=True, predictor='mean')"
+    extra = extra_bytes(QKV.format(shape=shape), call) - output_bytes(*shape)
+    assert extra < 250 * MB
+
+
 def test_ada_bsa_predicts_a_long_sequence_in_chunks():
     """32768 tokens, 8 heads: all sampled logits at once would be 537 MB a copy."""
     call = "rainfusion.predict_mask(q, k, sparse_type='ada_bsa', sparsity=0.8, cdf_threshold=0.9)"

@@ -23,6 +23,7 @@ from rainfusion import pipeline
 from rainfusion.backends import crossover
 from rainfusion.calls import Inputs
 from rainfusion.distributed import _deal, attend_sharded, ring_attention, ulysses_attention
+from rainfusion.geometry import layout_spec
 from rainfusion.layout import TokenLayout, cached_layout
 
 pytestmark = [
@@ -430,7 +431,7 @@ def test_every_process_has_as_much_to_do():
     """21 x 30 x 40 tokens of video behind 226 of text, in shards for 8: protected rows attend to everything."""
     layout = TokenLayout.build(25426, latent_shape=[21, 30, 40], txt_len=226)
     sizes = tuple(len(part) for part in torch.arange(25426).tensor_split(8))
-    spec = rainfusion.checks.layout_spec(25426, [21, 30, 40], 226, None, "window", 128)
+    spec = layout_spec(25426, [21, 30, 40], 226, None, "window", 128, "protected")
     deals = [_deal(spec, None, sizes, rank, torch.device("cpu")) for rank in range(8)]
     heavy = [int(deal.layout.protected.sum()) for deal in deals]
     assert sum(heavy) == int(layout.protected.sum()) and max(heavy) - min(heavy) <= 1
@@ -441,7 +442,7 @@ def test_every_process_has_as_much_to_do():
 def test_what_is_dealt_out_comes_as_blocks():
     """Rows are numbered, sent by hand, and put into blocks: each block is one of the whole layout."""
     sizes = (300, 0, 84, 500)
-    spec = rainfusion.checks.layout_spec(884, [4, 12, 18], 20, None, "window", 128)
+    spec = layout_spec(884, [4, 12, 18], 20, None, "window", 128, "protected")
     cpu = torch.device("cpu")
     layout = cached_layout(spec, cpu)
     held = torch.arange(884).split(sizes)
