@@ -403,8 +403,14 @@ def block_sparse_attention(
     """
     inputs = planning.check(q, k, v, attn_mask, mask, input_layout=input_layout)
     inputs = inputs._replace(mask=replace(mask, orders=None))  # the tokens are where the caller has put them
-    asked = dict(scale=scale, is_causal=is_causal, backend=backend, return_lse=return_lse)
-    call = planning.ask_flat(inputs, block_size=mask.block_size, **asked)
+    call = planning.ask_flat(
+        inputs,
+        block_size=mask.block_size,
+        scale=scale,
+        is_causal=is_causal,
+        backend=backend,
+        return_lse=return_lse,
+    )
     out, lse, _ = _in_layout(ops.attend(inputs, call), input_layout)
     return out if lse is None else (out, lse)
 
