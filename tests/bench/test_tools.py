@@ -404,7 +404,7 @@ def test_quantised_results_may_lose_more():
 
 def test_a_sweep_leaves_rows_and_a_picture_that_can_be_drawn_again(capsys, tmp_path, monkeypatch):
     points = SWEEP_SPARSITIES[::3]  # the others would take long
-    monkeypatch.setattr(cli, "SWEEP_SPARSITIES", points)
+    monkeypatch.setattr(cli.bench, "SWEEP_SPARSITIES", points)
     csv, plot, again = tmp_path / "r.csv", tmp_path / "pictures" / "a.png", tmp_path / "b.png"
     words = (
         "--latent-shape",

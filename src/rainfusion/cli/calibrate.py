@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,84 @@ import torch
 from torch import Tensor
 
 from rainfusion import backends, checks
+from rainfusion.cli import arguments
+from rainfusion.cli.arguments import Commands
 from rainfusion.integrations import diffusers as plugin
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import Profile
 from rainfusion.table import table
 
 LAB = "lab"
+
+_DESCRIPTION = """\
+Makes a few samples with dense attention, measures on the way what every head would lose at
+every budget, and writes a profile: a sparsity for each layer and head, whose mean is what was asked for.
+Takes as long as the samples do, and a little more. rainfusion.enable(pipe, profile=FILE) uses it."""
+
+_EXAMPLES = """\
+examples:
+  rainfusion calibrate lab --sparsity 0.7 --steps 6 --out lab.json
+  rainfusion calibrate Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sparsity 0.8 --steps 8 --frames 81 --height 480 \\
+    --width 832 --prompt 'a cat on a wall' --prompt 'waves at night' --out wan.json"""
+
+
+def add(commands: Commands) -> None:
+    """Adds the command and its options to the parser of `rainfusion`."""
+    best = checks.RECOMMENDED
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what each layer and head of a pipeline loses, and share out one density",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder or name for diffusers' from_pretrained, or: lab")
+    parser.add_argument("--sparsity", type=float, default=0.8, help="of all heads together (default: 0.8)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile; a picture beside it")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for more samples")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="of the lab model (default: 2)")
+    parser.add_argument("--steps", type=int, help="default: the pipeline's own; 8 will do")
+    parser.add_argument("--height", type=int, help="default: the pipeline's own")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--guidance", type=float)
+    parser.add_argument("--token-order", default="window", metavar="ORDER", help="window, raster or mindiesd")
+    parser.add_argument("--predictor", choices=checks.PREDICTORS, default=best["predictor"])
+    parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
+    parser.add_argument("--first-frame", choices=checks.FIRST_FRAMES, default=best["first_frame"])
+    parser.add_argument("--dtype", choices=arguments.DTYPES, default="bf16", help="of the pipeline (default: bf16)")
+    parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    parser.set_defaults(run=run, needs=needs)
+
+
+def needs(args: argparse.Namespace) -> list[str]:
+    """Modules beside torch that this run imports."""
+    return ["safetensors"] if args.model == LAB else ["diffusers", "transformers"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the options, samples, prints and writes."""
+    if args.model != LAB and not args.prompt:
+        raise ValueError("--prompt must be given at least once: budgets come from samples")
+    asked = dict(
+        num_inference_steps=args.steps,
+        height=args.height,
+        width=args.width,
+        num_frames=args.frames,
+        guidance_scale=args.guidance,
+    )
+    plan = Plan(
+        args.model,
+        checks.fraction("--sparsity", args.sparsity, zero=False),
+        args.out,
+        arguments.device(args.device),
+        options={name: getattr(args, name) for name in ("token_order", "predictor", "compensate", "first_frame")},
+        prompts=args.prompt,
+        count=checks.integer("--samples", args.samples, minimum=1),
+        call={name: value for name, value in asked.items() if value is not None},
+        dtype=arguments.DTYPES[args.dtype],
+    )
+    return calibrate(plan)
 
 
 @dataclass(frozen=True)
@@ -36,7 +109,8 @@ class Plan:
     dtype: torch.dtype = torch.bfloat16
 
 
-def run(plan: Plan) -> int:
+def calibrate(plan: Plan) -> int:
+    """Measures, prints the budgets and writes the profile, with a picture where matplotlib is installed."""
     start = time.perf_counter()
     plan.out.parent.mkdir(parents=True, exist_ok=True)  # before hours of work
     profile = _of_lab(plan) if plan.model == LAB else _of_pipeline(plan)
