@@ -400,10 +400,14 @@ def test_the_command_writes_its_files_and_resumes(capsys, tiny, tmp_path, monkey
     found = json.loads((out / "quality.json").read_text())
     rows = {(row["method"], row["target"], row["nominal"]): row for row in found["rows"]}
     assert list(rows) == [
-        ("dense", None, None), ("dense, other kernel", None, None), ("rf_v2 2x8x8", 0.1, None),
-        ("nearest in 3-D", 0.1, None), ("rf_v2 2x8x8", 0.6, None), ("nearest in 3-D", 0.6, None),
+        ("dense", None, None),
+        ("dense, other kernel", None, None),
+        ("rf_v2 2x8x8", 0.1, None),
+        ("nearest in 3-D", 0.1, None),
+        ("rf_v2 2x8x8", 0.6, None),
+        ("nearest in 3-D", 0.6, None),
         ("rf_v2 2x8x8", None, 0.5),
-    ]  # fmt: skip
+    ]
     assert rows["rf_v2 2x8x8", 0.1, None]["psnr"] == []  # the first frame and the text are more than that
     row = rows["rf_v2 2x8x8", 0.6, None]
     assert len(row["psnr"]) == len(row["temporal"]) == 2 and abs(row["density"] - 0.6) < 1 / 11
