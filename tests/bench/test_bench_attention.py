@@ -22,7 +22,13 @@ def test_bench_prints_a_table(capsys):
     rows = [line for line in out.splitlines() if line.startswith("qwen-image-512")]
     assert len(rows) == 2
     assert all(re.search(r"\d\.\d\dx ", row) for row in rows)
-    assert "bench" in err  # progress
+    assert err == ""  # seconds of work need no line in a log
+
+
+def test_what_is_named_twice_is_measured_once(capsys):
+    twice = "bench qwen-image-512 qwen-image-512 --sparse-type rf_v2,rf_v2"
+    _, out, _ = run(capsys, f"{twice} --repeats 1 --heads 1 --device cpu")
+    assert len([line for line in out.splitlines() if line.startswith("qwen-image-512")]) == 1
 
 
 def test_bench_prints_json(capsys):

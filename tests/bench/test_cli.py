@@ -15,5 +15,5 @@ def test_every_command_has_help_with_an_example(command, capsys):
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tqdm" else object())
-    assert "needs tqdm: pip install tqdm" in refused(capsys, "bench")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
+    assert "needs matplotlib: pip install matplotlib" in refused(capsys, "bench --plot speed.png")

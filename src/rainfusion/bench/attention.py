@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +29,7 @@ from rainfusion.bench.results import Row
 from rainfusion.bench.shapes import SHAPES, Shape
 from rainfusion.bench.verification import verify
 from rainfusion.layout import TokenLayout
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 _CPU_REPEATS, _GPU_REPEATS = 5, 50
@@ -195,22 +197,26 @@ def run(plan: Plan) -> int:
 
 def _run_pair(plan: Plan) -> int:
     """Dense and sparse."""
-    from tqdm import tqdm
-
     found = []
-    with tqdm(list(product(plan.jobs, plan.precisions)), desc="bench", unit="shape", file=sys.stderr) as bar:
-        for (shape, kind, sparsity), precision in bar:
-
-            def tell(stage: str, name: str = shape.name) -> None:
-                bar.set_postfix_str(
-                    f"{name}: {stage}", refresh=sys.stderr.isatty()
-                )  # in a log, a line a call is enough
-
+    jobs = list(product(plan.jobs, plan.precisions))
+    with Progress("bench", len(jobs), "call") as progress:
+        for (shape, kind, sparsity), precision in jobs:
             result = measure(
-                shape, sparse_type=kind, sparsity=sparsity, dtype=plan.dtype, device=plan.device, backend=plan.backend,
-                precision=precision, batch=plan.batch, heads=plan.heads, repeats=plan.rounds, seed=plan.seed, tell=tell,
-            )  # fmt: skip
+                shape,
+                sparse_type=kind,
+                sparsity=sparsity,
+                dtype=plan.dtype,
+                device=plan.device,
+                backend=plan.backend,
+                precision=precision,
+                batch=plan.batch,
+                heads=plan.heads,
+                repeats=plan.rounds,
+                seed=plan.seed,
+                tell=partial(_tell, progress, shape),
+            )
             found.append(result)
+            progress.advance()
     if plan.as_json:
         _say(json.dumps([asdict(result) for result in found], indent=2))
     else:
@@ -223,28 +229,32 @@ def _run_pair(plan: Plan) -> int:
 
 def _run_contest(plan: Plan) -> int:
     """All contenders. Rows go to the file after every call, so that a run which is cut short leaves what it has."""
-    from tqdm import tqdm
-
     if plan.csv is not None and plan.csv.exists():
         results.read(plan.csv)  # a file of another kind is refused before the work, not after
     rows: list[Row] = []
     remarks: dict[str, list[str]] = {}  # -> the shapes that they concern
     broken = False
-    with tqdm(plan.jobs, desc="bench", unit="call", file=sys.stderr) as bar:
-        bar.set_postfix_str("matmul")
+    with Progress("bench", len(plan.jobs), "call") as progress:
+        progress.note("matmul")
         matmul = timing.matmul_tflops(plan.device) if plan.device.type == "cuda" else None
-        for shape, kind, sparsity in bar:
-
-            def tell(stage: str, name: str = shape.name) -> None:
-                bar.set_postfix_str(
-                    f"{name}: {stage}", refresh=sys.stderr.isatty()
-                )  # in a log, a line a call is enough
-
+        for shape, kind, sparsity in plan.jobs:
             outcome = contest.measure(
-                shape, sparse_type=kind, sparsity=sparsity, precisions=plan.precisions, dtype=plan.dtype,
-                device=plan.device, backend=plan.backend, batch=plan.batch, heads=plan.heads, repeats=plan.rounds,
-                seconds=plan.seconds, seed=plan.seed, flex=plan.flex, matmul_tflops=matmul, tell=tell,
-            )  # fmt: skip
+                shape,
+                sparse_type=kind,
+                sparsity=sparsity,
+                precisions=plan.precisions,
+                dtype=plan.dtype,
+                device=plan.device,
+                backend=plan.backend,
+                batch=plan.batch,
+                heads=plan.heads,
+                repeats=plan.rounds,
+                seconds=plan.seconds,
+                seed=plan.seed,
+                flex=plan.flex,
+                matmul_tflops=matmul,
+                tell=partial(_tell, progress, shape),
+            )
             if plan.device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()  # of the graphs
@@ -256,7 +266,8 @@ def _run_contest(plan: Plan) -> int:
             if plan.csv is not None:
                 results.update(plan.csv, outcome.rows)
             for line in _summary(outcome.rows):
-                bar.write(line, file=sys.stderr)
+                progress.say(line)
+            progress.advance()
     notes = sys.stderr if plan.as_json else sys.stdout
     for remark, names in remarks.items():
         where = "" if len(names) == len(plan.jobs) else f" ({', '.join(dict.fromkeys(names))})"
@@ -270,6 +281,10 @@ def _run_contest(plan: Plan) -> int:
         _say(results.format_rows(rows))
     wrong = any(not row.right for row in rows if row.contender.endswith((" kernel", " call", " graph")))
     return 1 if wrong or broken else 0
+
+
+def _tell(progress: Progress, shape: Shape, stage: str) -> None:
+    progress.note(f"{shape.name}: {stage}")
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

@@ -30,6 +30,7 @@ import rainfusion
 from rainfusion.bench import results, timing
 from rainfusion.bench.baselines import first_line
 from rainfusion.bench.contest import device_name, versions
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 REPEATS = 3  # timed forwards, where the caller does not say
@@ -618,27 +619,24 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
 
     Rows go to the file one by one, so that a run which is cut short leaves what it has.
     """
-    from tqdm import tqdm
-
     if csv is not None and csv.exists():
         results.read(csv, ModelRow)  # a file of another kind is refused before the work, not after
     rows: list[ModelRow] = []
     notes = sys.stderr if as_json else sys.stdout
     remarks: list[str] = []
     failed = False
-    with tqdm(jobs, desc="bench", unit="model", file=sys.stderr) as bar:
-        for job in bar:
+    with Progress("bench", len(jobs), "model") as progress:
+        for job in jobs:
             if _fewer_layers(job):
-                bar.write(_fewer_layers(job), file=sys.stderr)
+                progress.say(_fewer_layers(job))
 
             def tell(stage: str, name: str = job.model.name) -> None:
-                bar.set_postfix_str(f"{name}: {stage}")
+                progress.note(f"{name}: {stage}")
 
             def keep(row: ModelRow) -> None:
                 if csv is not None:
                     results.update(csv, [row])
-                bar.write(_summary(row), file=sys.stderr)
-                sys.stderr.flush()
+                progress.say(_summary(row))
 
             outcome = measure(job, tell, keep)
             _forget(job)
@@ -646,6 +644,7 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
             failed = failed or bool(outcome.broken) or not all(row.right for row in outcome.rows)
             failed = failed or all(row.attention == "dense" for row in outcome.rows)
             remarks += _remarks(job, outcome)
+            progress.advance()
     for remark in remarks:
         print(remark, file=notes, flush=True)
     if as_json:

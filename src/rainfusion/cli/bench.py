@@ -117,8 +117,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def needs(args: argparse.Namespace) -> list[str]:
     """Modules beside torch that this run imports."""
-    measuring = ["tqdm", *(["diffusers"] if args.model else [])]
-    return [*(measuring if args.from_csv is None else []), *(["matplotlib"] if args.plot else [])]
+    measures_models = args.model and args.from_csv is None
+    return [*(["diffusers"] if measures_models else []), *(["matplotlib"] if args.plot else [])]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,15 +167,16 @@ def _run_attention(args: argparse.Namespace) -> int:
 
 
 def _sparse_types(args: argparse.Namespace) -> list[str]:
-    names = args.sparse_type.split(",")
+    """What is named twice is measured once."""
+    names = list(dict.fromkeys(args.sparse_type.split(",")))
     for name in names:
         checks.choice("--sparse-type", name, ("rf_v2", "ada_bsa"))
-    return list(names)
+    return names
 
 
 def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[float | None]]:
     """What was asked for. No shapes stand for those of the device, and a sparsity of None for each shape's own."""
-    shapes = [SHAPES[name] for name in args.names]
+    shapes = [SHAPES[name] for name in dict.fromkeys(args.names)]
     if args.latent_shape:
         shapes.append(_own_shape(args))
     if args.sweep == "tokens":
@@ -207,7 +208,7 @@ def _run_models(args: argparse.Namespace) -> int:
             checks.integer(f"--{name}", getattr(args, name), minimum=1)
     if args.sparsity is not None and not 0 <= args.sparsity <= 1:
         raise ValueError(f"--sparsity must be in [0, 1], got {args.sparsity}")
-    sparse_types = list(dict.fromkeys(_sparse_types(args)))
+    sparse_types = _sparse_types(args)
     if args.from_csv is not None:
         return models.show(args.from_csv, [model.name for model in chosen], steps=args.steps, as_json=args.json)
     sizes = [_size(model, args) for model in chosen]

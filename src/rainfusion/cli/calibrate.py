@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from rainfusion.cli.arguments import Commands
 from rainfusion.integrations import diffusers as plugin
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import Profile
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 LAB = "lab"
@@ -140,25 +144,27 @@ def report(profile: Profile) -> list[str]:
 def _of_lab(plan: Plan) -> Profile:
     from rainfusion import lab
     from rainfusion.lab.model import Place, arguments_at, dense
+    from rainfusion.lab.sampling import STEPS
 
     refused = sorted({"width", "prompt"} & ({*plan.call} | ({"prompt"} if plan.prompts else set())))
     if refused:
         raise ValueError(
             f"the lab draws prompts of its own, and squares: leave out {', '.join(refused)}; see --samples"
         )
-    model, recorder, bar = lab.load(device=plan.device), Recorder(plan.sparsity), _bar()
+    model, recorder = lab.load(device=plan.device), Recorder(plan.sparsity)
+    given = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "size": "height"}
+    chosen = {"steps": STEPS, **{name: plan.call[theirs] for name, theirs in given.items() if theirs in plan.call}}
+    progress = Progress("calibrate", chosen["steps"] * model.config.depth, "attention call")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         checked = checks.options(q, k, predicts=True, sparsity=plan.sparsity, **arguments_at(place), **plan.options)
         runner = backends.choose("auto", q, k, v, None, checked)
         recorder.add(str(place.layer), q, k, v, None, None, checked, runner)
-        bar.update()
+        progress.advance()
         return dense(q, k, v, place)
 
-    given = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "size": "height"}
-    chosen = {name: plan.call[theirs] for name, theirs in given.items() if theirs in plan.call}
-    lab.sample(model, lab.random_prompts(plan.count, torch.Generator().manual_seed(0)), attention=attend, **chosen)
-    bar.close()
+    with progress:
+        lab.sample(model, lab.random_prompts(plan.count, torch.Generator().manual_seed(0)), attention=attend, **chosen)
     calls = sum(layer.calls for layer in recorder.layers.values())
     return Profile(allocate(recorder.layers, plan.sparsity), plan.sparsity, plan.options, dict(model=LAB, calls=calls))
 
@@ -166,8 +172,10 @@ def _of_lab(plan: Plan) -> Profile:
 def _of_pipeline(plan: Plan) -> Profile:
     from diffusers import DiffusionPipeline
 
-    pipe: Any = DiffusionPipeline.from_pretrained(plan.model, torch_dtype=plan.dtype)  # type: ignore[no-untyped-call]
+    with _bars_in_terminals_only():
+        pipe: Any = DiffusionPipeline.from_pretrained(plan.model, dtype=plan.dtype)  # type: ignore[no-untyped-call]
     pipe = pipe.to(plan.device)
+    pipe.set_progress_bar_config(disable=None)  # None has tqdm draw its bar in a terminal only
     known = inspect.signature(pipe.__call__).parameters
     unknown = sorted(plan.call.keys() - known.keys())
     if unknown:
@@ -184,27 +192,18 @@ def _of_pipeline(plan: Plan) -> Profile:
     return Profile(found.sparsities, found.sparsity, found.options, notes)
 
 
-class _Counter:
-    """Stands in for a bar where tqdm is not installed."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def update(self) -> None:
-        self.calls += 1
-        if self.calls % 50 == 0:
-            print(f"{self.calls} attention calls measured", flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-def _bar() -> Any:
+@contextmanager
+def _bars_in_terminals_only() -> Iterator[None]:
+    """The bars of diffusers and transformers, which they draw while they load, stay out of logs."""
+    libraries: list[Any] = [import_module(f"{name}.utils.logging") for name in ("diffusers", "transformers")]
+    silenced = [library for library in libraries if not sys.stderr.isatty() and library.is_progress_bar_enabled()]
+    for library in silenced:
+        library.disable_progress_bar()
     try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Counter()
-    return tqdm(desc="attention calls measured", unit="call")
+        yield
+    finally:
+        for library in silenced:
+            library.enable_progress_bar()
 
 
 def _draw(profile: Profile, path: Path) -> None:

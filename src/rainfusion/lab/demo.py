@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +15,7 @@ import rainfusion
 from rainfusion import checks, lab
 from rainfusion.lab import metrics, pictures
 from rainfusion.lab.methods import Attend, ours
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 PROMPT = (
@@ -67,7 +65,7 @@ class Plan:
 class Watched:
     """An attention that measures itself: seconds in each step."""
 
-    def __init__(self, attention: lab.Attention, tick: Callable[[lab.Place], None]) -> None:
+    def __init__(self, attention: lab.Attention, tick: Callable[[], None]) -> None:
         self.attention, self.tick = attention, tick
         self.seconds: defaultdict[int, float] = defaultdict(float)
 
@@ -75,7 +73,7 @@ class Watched:
         begun = _now(q.device)
         out = self.attention(q, k, v, place)
         self.seconds[place.step] += _now(q.device) - begun
-        self.tick(place)
+        self.tick()
         return out
 
     def total(self, first: int = 0) -> float:
@@ -100,12 +98,8 @@ def run(plan: Plan) -> int:
     _introduce(plan, model, prompt)
     _warm_up(plan, model, prompt)
     sparse = plan.sparse()
-    progress = Progress(model.config.depth, plan.steps)
-    progress.begin("full")
-    full = _sample(plan, model, prompt, lab.dense, progress)
-    progress.begin("sparse")
-    fast = _sample(plan, model, prompt, sparse, progress)
-    progress.end()
+    full = _sample_and_tell("full", plan, model, prompt, lab.dense)
+    fast = _sample_and_tell("sparse", plan, model, prompt, sparse)
     psnr = float(metrics.psnr(full.clip, fast.clip))
     _report(plan, full, fast, psnr, sparse.density())
     for path in _draw(plan, prompt, full, fast, psnr):
@@ -119,7 +113,7 @@ def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     if plan.device.type == "cpu":
         once = replace(once, frames=2, size=32)
     for attention in (lab.dense, once.sparse()):
-        _sample(once, model, prompt, attention, lambda place: None)
+        _sample(once, model, prompt, attention)
 
 
 def _now(device: torch.device) -> float:
@@ -128,8 +122,17 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def _sample_and_tell(name: str, plan: Plan, model: lab.DiT, prompt: Tensor, attention: lab.Attention) -> Sample:
+    with Progress(f"{name} attention", model.config.depth * plan.steps, "layer") as progress:
+        return _sample(plan, model, prompt, attention, progress.advance)
+
+
 def _sample(
-    plan: Plan, model: lab.DiT, prompt: Tensor, attention: lab.Attention, tick: Callable[[lab.Place], None]
+    plan: Plan,
+    model: lab.DiT,
+    prompt: Tensor,
+    attention: lab.Attention,
+    tick: Callable[[], None] = lambda: None,
 ) -> Sample:
     watched = Watched(attention, tick)
     begun = _now(plan.device)
@@ -152,33 +155,6 @@ def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     print(f"A video DiT of {millions:.1f} M parameters draws {frames} frames of {size}x{size} pixels, {tokens} tokens,")
     print(f"in {plan.steps} steps on {where}; torch {torch.__version__}, rainfusion {rainfusion.__version__}.")
     print(f"Prompt: {lab.describe(prompt)}\n", flush=True)
-
-
-class Progress:
-    """Layers done, after each attention: a bar where tqdm is installed, else a line a step."""
-
-    def __init__(self, layers: int, steps: int) -> None:
-        self.layers, self.steps, self.name = layers, steps, ""
-        self.bar: Any = None
-        with suppress(ImportError):
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=2 * layers * steps, unit="layer", file=sys.stderr)
-
-    def begin(self, name: str) -> None:
-        self.name = name
-        if self.bar is not None:
-            self.bar.set_description(f"{name} attention")
-
-    def __call__(self, place: lab.Place) -> None:
-        if self.bar is not None:
-            self.bar.update()
-        elif place.layer == self.layers - 1:
-            print(f"{self.name} attention: step {place.step + 1} of {self.steps}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float) -> None:

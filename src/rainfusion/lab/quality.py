@@ -9,10 +9,8 @@ found by bisection.
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +29,7 @@ from rainfusion.lab.comparison import Comparison, Row
 from rainfusion.lab.methods import DENSE, SAME, Attend, Method
 from rainfusion.lab.metrics import METRICS
 from rainfusion.lab.model import DiT, Place, dense
+from rainfusion.progress import Progress
 
 BATCH = 8  # prompts at a time
 CAPTURED = 3  # steps, of whose layers all calls are captured
@@ -104,17 +103,20 @@ def run(plan: Plan) -> int:
     study = Study(model, plan)
     found = _begin(study)
     todo = [job for job in jobs(plan) if found.find(job.row.key) is None]
-    say(f"dense: {study.dense_row.seconds:.2f} s a clip; {len(todo)} rows to measure")
     clips: dict[tuple[str, str], Tensor] = {}  # the first clip of each row
-    for job in progress(todo):
-        row, clip = study.measure(job)
-        found.put(row)
-        found.sort([DENSE.name, SAME.name, *(method.name for method in methods.METHODS)])
-        say("  ".join(results.cells(row, found)) + (f"  {row.error}" if row.error else ""))
-        if clip is not None:
-            clips[row.method, row.at] = clip
-        if plan.out is not None:
-            results.write(found, plan.out)
+    with Progress("quality", len(todo), "row") as progress:
+        progress.say(f"dense: {study.dense_row.seconds:.2f} s a clip; {len(todo)} rows to measure")
+        for job in todo:
+            progress.note(f"{job.method.name} at {job.row.at}")
+            row, clip = study.measure(job)
+            found.put(row)
+            found.sort([DENSE.name, SAME.name, *(method.name for method in methods.METHODS)])
+            progress.say("  ".join(results.cells(row, found)) + (f"  {row.error}" if row.error else ""))
+            progress.advance()
+            if clip is not None:
+                clips[row.method, row.at] = clip
+            if plan.out is not None:
+                results.write(found, plan.out)
     if plan.sheet and plan.out is not None:
         _draw_sheets(found, clips, study.reference[:1], plan.out)
     _finish(found, plan.out)
@@ -354,28 +356,6 @@ def _command(plan: Plan, study: Study) -> str:
     words += [f"--prompts {plan.prompts} --steps {plan.steps} --guidance {plan.guidance:g}"]
     words += [f"--frames {study.frames} --size {study.size} --dense-steps {plan.dense_steps}"]
     return " ".join([*words, f"--device {plan.device.type} --backend {study.backend} --seed {plan.seed}"])
-
-
-def progress(todo: Sequence[Job]) -> Iterator[Job]:
-    """With a bar where tqdm is installed."""
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        yield from tqdm(todo, desc="quality", unit="row", file=sys.stderr)
-        return
-    for number, job in enumerate(todo, 1):
-        say(f"{number} of {len(todo)}: {job.method.name} at {job.row.at}")
-        yield job
-
-
-def say(line: str) -> None:
-    """While others are measured; above the bar where there is one."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        tqdm.write(line, file=sys.stderr)
 
 
 def _finish(found: Comparison, out: Path | None) -> None:

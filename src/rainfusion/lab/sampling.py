@@ -12,6 +12,7 @@ from rainfusion.lab.data import EMPTY
 from rainfusion.lab.model import Attention, DiT, dense
 
 SHIFT = 2.0
+STEPS = 24
 
 
 def times(steps: int, shift: float = SHIFT) -> Tensor:
@@ -32,7 +33,7 @@ def sample(
     prompts: Tensor,
     *,
     attention: Attention = dense,
-    steps: int = 24,
+    steps: int = STEPS,
     guidance: float = 2.5,
     seed: int = 0,
     frames: int | None = None,
