@@ -349,6 +349,19 @@ def test_the_command_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
     assert "--size tiny --steps 8" in notes["command"] and str(tmp_path) not in "".join(notes.values())
 
 
+def test_training_looks_at_its_files_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "run", lambda *args, **kwargs: pytest.fail("it began to train"))
+    checkpoint = tmp_path / "lab.pt"
+    for words, said in [
+        (["--out", str(tmp_path)], "--out must name a file, got the folder"),
+        (["--out", str(checkpoint), "--export", str(tmp_path)], "--export must name a file, got the folder"),
+        (["--out", str(checkpoint), "--export", str(checkpoint)], "--export must be another file than --out"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            training.main(["--size", "tiny", "--device", "cpu", *words])
+        assert said in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path):
     trainer = Trainer(RECIPE)
     trainer.save(tmp_path / "lab.pt")

@@ -15,6 +15,8 @@ import rainfusion
 from rainfusion.bench import pictures, synthetic
 from rainfusion.layout import TokenLayout
 
+MASK, ORDER = FILES = ("mask.png", "order.png")
+
 
 def load_tensors(path: Path) -> tuple[Tensor, Tensor]:
     """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`."""
@@ -70,9 +72,9 @@ def run(
         print(pictures.mask_text(mask, head=head))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        figures = {"mask.png": pictures.mask_figure(mask, heads=range(mask.indices.shape[1]), title=mask_title)}
+        figures = {MASK: pictures.mask_figure(mask, heads=range(mask.indices.shape[1]), title=mask_title)}
         if sparse_type == "rf_v2":
-            figures["order.png"] = pictures.order_figure(layout, latent_shape, txt_len, order_title)
+            figures[ORDER] = pictures.order_figure(layout, latent_shape, txt_len, order_title)
         for name, figure in figures.items():
             figure.savefig(out / name)
         print(f"\nwrote {', '.join(str(out / name) for name in figures)}")

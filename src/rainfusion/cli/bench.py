@@ -9,7 +9,7 @@ from pathlib import Path
 from rainfusion import backends, checks
 from rainfusion.bench.models import MODELS, REPEATS, Model, Size
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
-from rainfusion.cli import arguments
+from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 
 _DESCRIPTION = """\
@@ -141,9 +141,11 @@ def _run_attention(args: argparse.Namespace) -> int:
     sparse_types = _sparse_types(args)
     panels = [args.sweep] if args.sweep else None
     if args.from_csv is not None:
+        _check_outputs(args)
         return attention.draw_from_csv(args.from_csv, args.plot, panels, args.json)
     shapes, sparsities = _shapes_and_sparsities(args)
     device = arguments.device(args.device)
+    _check_outputs(args)
     plan = attention.Plan(
         shapes or attention.default_shapes(device),
         device,
@@ -164,6 +166,17 @@ def _run_attention(args: argparse.Namespace) -> int:
         panels=panels or (["shapes"] if args.plot else None),
     )
     return attention.run(plan)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    if args.csv is not None and args.from_csv is not None:
+        raise ValueError("--csv is where measurements go, and --from-csv measures nothing: leave one of them out")
+    if args.csv is not None:
+        outputs.check_file("--csv", args.csv, example="attention.csv")
+    if args.plot is not None:
+        outputs.check_picture("--plot", args.plot)
+        if args.plot in (args.csv, args.from_csv):
+            raise ValueError(f"--plot must be another file than the one with the rows, got {str(args.plot)!r} for both")
 
 
 def _sparse_types(args: argparse.Namespace) -> list[str]:
@@ -210,6 +223,7 @@ def _run_models(args: argparse.Namespace) -> int:
         raise ValueError(f"--sparsity must be in [0, 1], got {args.sparsity}")
     sparse_types = _sparse_types(args)
     if args.from_csv is not None:
+        _check_outputs(args)
         return models.show(args.from_csv, [model.name for model in chosen], steps=args.steps, as_json=args.json)
     sizes = [_size(model, args) for model in chosen]
     device = arguments.device(args.device)
@@ -230,6 +244,7 @@ def _run_models(args: argparse.Namespace) -> int:
         )
         for model, size in zip(chosen, sizes, strict=True)
     ]
+    _check_outputs(args)
     return models.run(jobs, steps=args.steps, csv=args.csv, as_json=args.json)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rainfusion import backends, checks
-from rainfusion.cli import arguments
+from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 from rainfusion.integrations import diffusers as plugin
 from rainfusion.prediction.calibration import Recorder, allocate
@@ -26,6 +26,7 @@ from rainfusion.progress import Progress
 from rainfusion.table import table
 
 LAB = "lab"
+PICTURE = ".png"  # the ending of the picture beside a profile
 
 _DESCRIPTION = """\
 Makes a few samples with dense attention, measures on the way what every head would lose at
@@ -95,7 +96,16 @@ def run(args: argparse.Namespace) -> int:
         call={name: value for name, value in asked.items() if value is not None},
         dtype=arguments.DTYPES[args.dtype],
     )
+    _check_output(args.out)
     return calibrate(plan)
+
+
+def _check_output(out: Path) -> None:
+    """The profile and the picture beside it must be two files that can be written."""
+    outputs.check_file("--out", out, example="profile.json")
+    if out.suffix == PICTURE:
+        raise ValueError(f"--out must not end in {PICTURE}, which is for the picture beside it, got {str(out)!r}")
+    outputs.check_file("the picture beside --out", out.with_suffix(PICTURE), example="profile.png")
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,6 @@ class Plan:
 def calibrate(plan: Plan) -> int:
     """Measures, prints the budgets and writes the profile, with a picture where matplotlib is installed."""
     start = time.perf_counter()
-    plan.out.parent.mkdir(parents=True, exist_ok=True)  # before hours of work
     profile = _of_lab(plan) if plan.model == LAB else _of_pipeline(plan)
     profile.save(plan.out)
     for line in report(profile):
@@ -127,7 +136,7 @@ def calibrate(plan: Plan) -> int:
         else f"rainfusion.enable(pipe, profile={str(plan.out)!r})"
     )
     print(f"wrote {plan.out} after {time.perf_counter() - start:.0f} s; use it with {use}")
-    _draw(profile, plan.out.with_suffix(".png"))
+    _draw(profile, plan.out.with_suffix(PICTURE))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rainfusion.cli import arguments
+from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 
 _DESCRIPTION = """\
@@ -63,4 +63,5 @@ def run(args: argparse.Namespace) -> int:
         guidance=args.guidance,
         **{**(_QUICK if args.quick else {}), **given},
     )
+    outputs.check_folder("--out", args.out, (demo.GIF, demo.SHEET))
     return demo.run(plan)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rainfusion import checks
-from rainfusion.cli import arguments
+from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 
 _DESCRIPTION = """\
@@ -53,10 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("heads", "head_dim"):
         checks.integer(arguments.option(name), getattr(args, name), minimum=1)
+    order = _token_order(args.token_order)
+    if args.out is not None:
+        outputs.check_folder("--out", args.out, inspection.FILES)
     return inspection.run(
         args.latent_shape,
         txt_len=args.txt_len,
-        token_order=_token_order(args.token_order),
+        token_order=order,
         block_size=args.block_size,
         sparse_type=args.sparse_type,
         sparsity=args.sparsity,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rainfusion import backends, checks
-from rainfusion.cli import arguments
+from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 
 _DESCRIPTION = """\
@@ -68,7 +68,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and writes; the exit status is 1 if a method failed."""
-    from rainfusion.lab import methods, quality
+    from rainfusion.lab import comparison, methods, quality
 
     chosen = methods.select(args.methods)
     if args.list:
@@ -98,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         sheet=args.sheet,
     )
+    if args.out is not None:
+        outputs.check_folder("--out", args.out, comparison.FILES)
     return quality.run(plan)
 
 

@@ -19,7 +19,7 @@ from rainfusion.table import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-JSON, MARKDOWN, PICTURE = "quality.json", "quality.md", "quality.png"
+JSON, MARKDOWN, PICTURE = FILES = ("quality.json", "quality.md", "quality.png")
 _DIGITS = dict(psnr=2, ssim=4, cosine=5, temporal=4)
 HEADER = (
     "method", "at", "density", "PSNR dB", "vs baseline", "SSIM", "cosine", "temporal error", "mass recall", "s/clip",

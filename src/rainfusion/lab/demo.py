@@ -94,7 +94,6 @@ class Sample:
 def run(plan: Plan) -> int:
     prompt = lab.parse(plan.prompt)
     model = lab.load(device=plan.device)
-    plan.out.mkdir(parents=True, exist_ok=True)  # before the work, should it fail
     _introduce(plan, model, prompt)
     _warm_up(plan, model, prompt)
     sparse = plan.sparse()
@@ -178,6 +177,7 @@ def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float)
 
 
 def _draw(plan: Plan, prompt: Tensor, full: Sample, fast: Sample, psnr: float) -> list[Path]:
+    plan.out.mkdir(parents=True, exist_ok=True)
     clips = torch.cat([full.clip, fast.clip, GAIN * (full.clip - fast.clip).abs()])
     words = lab.describe(prompt)
     captions = [

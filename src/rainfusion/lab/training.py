@@ -265,6 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parser = _parser()
     args = parser.parse_args(argv)
+    try:
+        _check_outputs(args)
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     attention = cudnn_first if device.type == "cuda" and args.cudnn else dense
     if args.out.exists():
@@ -285,6 +289,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.export(args.export, _command(trainer.recipe))
         print(f"{args.export}: {args.export.stat().st_size} bytes, SHA-256 {weights.digest(args.export)}", flush=True)
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    from rainfusion.cli import outputs
+
+    outputs.check_file("--out", args.out, example="lab.pt")
+    if args.export is not None:
+        outputs.check_file("--export", args.export, example="lab.safetensors")
+        if args.export == args.out:
+            raise ValueError(f"--export must be another file than --out, got {str(args.out)!r} for both")
 
 
 def _asked_for(args: argparse.Namespace, recipe: Recipe) -> Recipe:
