@@ -86,6 +86,28 @@ def test_bench_refuses_what_it_does_not_know(capsys):
     assert "--head-dim" in refused(capsys, "bench", "--head-dim", "0")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sparsity nan", "--sparsity must be in [0, 1], got nan"),
+        ("--seconds nan", "--seconds must be a finite number, got nan"),
+        ("--seconds inf", "--seconds must be a finite number, got inf"),
+        ("--seconds -1", "--seconds must be above 0, got -1.0"),
+        ("--heads 0", "--heads must be at least 1, got 0"),
+        ("--batch 0", "--batch must be at least 1, got 0"),
+        ("--seed -1", "--seed must be in [0, 4294967295], got -1"),
+        ("--latent-shape 3 8 0", "--latent-shape[2] must be at least 1, got 0"),
+        ("--latent-shape 3 8 16 --txt-len -1", "--txt-len must be at least 0, got -1"),
+        ("--txt-len 77", "--txt-len needs --latent-shape"),
+        ("--head-dim 64", "--head-dim needs --latent-shape or --sweep tokens"),
+        ("--device meta", "--device must be a torch device of this machine, got 'meta'"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused_before_the_work(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda plan: pytest.fail("it began to work"))
+    assert said in refused(capsys, f"bench qwen-image-512 {words}")
+
+
 def test_bench_takes_batches_of_different_clips(capsys):
     words = ("bench", "--latent-shape", "3", "8", "16", "--head-dim", "16", "--heads", "1", "--batch", "2")
     _, out, _ = run(capsys, *words, "--repeats", "1", "--json", "--device", "cpu")

@@ -47,7 +47,11 @@ def test_inspect_knows_every_order(order, capsys):
 def test_inspect_says_what_is_wrong(capsys):
     assert "token_order" in refused(capsys, "inspect", "--token-order", "hilbert")
     assert "--token-order" in refused(capsys, "inspect", "--token-order", "4", "x", "8")
-    assert "latent_shape" in refused(capsys, "inspect", "--latent-shape", "0", "4", "4")
+    assert "--latent-shape[0] must be at least 1, got 0" in refused(capsys, "inspect --latent-shape 0 4 4")
+    assert "--sparsity must be in [0, 1], got nan" in refused(capsys, "inspect --sparsity nan")
+    assert "--cdf-threshold must be in" in refused(capsys, "inspect --sparse-type ada_bsa --cdf-threshold inf")
+    assert "--txt-len must be at least 0, got -1" in refused(capsys, "inspect --txt-len -1")
+    assert "--heads is for the synthetic call" in refused(capsys, "inspect --heads 3 --tensors call.pt")
 
 
 def test_a_file_that_would_run_code_is_refused(capsys, tmp_path):

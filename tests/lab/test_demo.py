@@ -75,7 +75,15 @@ def test_demo_draws_a_bar_in_a_terminal(capsys, tmp_path, monkeypatch):
         (("--steps", "0"), "--steps"),
         (("--steps", "3", "--dense-steps", "3"), "--dense-steps"),
         (("--frames", "0"), "--frames"),
-        (("--size", "33"), "--size"),
+        (("--size", "33"), "--size must be a multiple of 2, the side of this model's patches, got 33; try 32 or 34"),
+        (("--size", "0"), "--size must be at least 1, got 0"),
+        (("--guidance", "nan"), "--guidance must be a finite number, got nan"),
+        (("--guidance", "inf"), "--guidance must be a finite number, got inf"),
+        (("--sparsity", "nan"), "--sparsity must be in [0, 1], got nan"),
+        (("--dense-steps", "-1"), "--dense-steps must be in 0..1 for 2 steps, got -1"),
+        (("--seed", "-1"), "--seed must be in [0, 4294967295], got -1"),
+        (("--seed", "99999999999999999999999"), "--seed must be in [0, 4294967295], got 9999"),
+        (("--device", "meta"), "--device must be a torch device of this machine, got 'meta'"),
         (("--prompt", "a cat"), "a prompt must begin with 'background'"),
         (("--prompt", "background up; red disc"), "a shape must be"),
         (("--prompt", "background up"), "shapes must be 3"),
@@ -84,6 +92,12 @@ def test_demo_draws_a_bar_in_a_terminal(capsys, tmp_path, monkeypatch):
 )
 def test_demo_says_what_is_wrong_before_it_starts(words, name, capsys, tmp_path):
     assert name in refused(capsys, *QUICK_DEMO, "--out", str(tmp_path), *words)
+
+
+def test_demo_says_when_a_clip_is_not_finite(capsys, tmp_path):
+    assert "the clip is not finite: --guidance must be smaller" in refused(
+        capsys, *QUICK_DEMO, "--out", str(tmp_path), "--frames", "1", "--guidance", "1e30"
+    )
 
 
 @pytest.mark.parametrize(("module", "package"), [("PIL", "pillow"), ("safetensors", "safetensors")])

@@ -453,6 +453,12 @@ def test_the_command_refuses_what_it_does_not_know(capsys, tiny):
     assert "--dense-steps must be in 0..5 for 6 steps, got 6" in refused(capsys, "--quick", "--dense-steps", "6")
     assert "--sheet needs --out DIR" in refused(capsys, "--sheet")
     assert "--prompts must be at least 1, got 0" in refused(capsys, "--prompts", "0")
+    for number in ("nan", "inf"):
+        assert f"--guidance must be a finite number, got {number}" in refused(capsys, "--guidance", number)
+    assert "--size must be at least 1, got 0" in refused(capsys, "--size", "0")
+    assert "--seed must be in [0, 4294967295], got -1" in refused(capsys, "--seed", "-1")
+    said = refused(capsys, "--size", "33", "--weights", str(tiny), "--device", "cpu")
+    assert "--size must be a multiple of 2, the side of this model's patches, got 33; try 32 or 34" in said
     assert "no weights at" in refused(capsys, "--weights", str(Path(tiny).with_name("other")))
 
 

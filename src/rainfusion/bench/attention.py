@@ -79,7 +79,7 @@ def measure(
 ) -> Result:
     """Checks the sparse result, then times dense and sparse calls in turn."""
     device = torch.device(device)
-    batch, heads = batch or shape.batch, heads or shape.heads
+    batch, heads = shape.batch if batch is None else batch, shape.heads if heads is None else heads
     sparsity = shape.sparsity if sparsity is None else sparsity
     tell("inputs")
     q, k, v = attention_inputs(shape, batch=batch, heads=heads, dtype=dtype, device=device, seed=seed)
@@ -182,7 +182,9 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        return self.repeats or (_GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS)
+        if self.repeats is not None:
+            return self.repeats
+        return _GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS
 
     @property
     def jobs(self) -> list[tuple[Shape, str, float | None]]:

@@ -144,7 +144,7 @@ def measure(
     contest = _Contest(
         shape, sparse_type, shape.sparsity if sparsity is None else sparsity, dtype, torch.device(device), tell
     )
-    contest.make_inputs(batch or shape.batch, heads or shape.heads, seed)
+    contest.make_inputs(shape.batch if batch is None else batch, shape.heads if heads is None else heads, seed)
     contest.enter_ours(backend, precisions)
     for baseline in (*baselines.DENSE, *baselines.SPARSE, *(baselines.FLEX if flex else ())):
         contest.enter(baseline)

@@ -91,11 +91,15 @@ class Model:
     def check(self, size: Size, layers: int | None) -> None:
         for name, pixels in (("--height", size.height), ("--width", size.width)):
             if pixels < _STRIDE or pixels % _STRIDE:
-                raise ValueError(f"{name} must be a multiple of {_STRIDE}, got {pixels}")
+                near = max(_STRIDE, round(pixels / _STRIDE) * _STRIDE)
+                raise ValueError(f"{name} must be a multiple of {_STRIDE}, got {pixels}; try {near}")
         if self.size.frames == 1 and size.frames != 1:
             raise ValueError(f"--frames must be 1 for {self.name}, which makes images, got {size.frames}")
         if size.frames < 1 or (size.frames - 1) % _FRAME_STRIDE:
-            raise ValueError(f"--frames must be 1 more than a multiple of {_FRAME_STRIDE}, got {size.frames}")
+            near = max(0, round((size.frames - 1) / _FRAME_STRIDE)) * _FRAME_STRIDE + 1
+            raise ValueError(
+                f"--frames must be 1 more than a multiple of {_FRAME_STRIDE}, got {size.frames}; try {near}"
+            )
         most = max(self.config[key] for key in self.stacks)
         if layers is not None and not 1 <= layers <= most:
             raise ValueError(f"--layers must be in [1, {most}] for {self.name}, got {layers}")
@@ -387,7 +391,8 @@ def format_rows(rows: Sequence[ModelRow], steps: int | None = None) -> str:
 def _cells(row: ModelRow, steps: int | None) -> tuple[str, ...]:
     fewer = f" ({row.layers} of {row.all_layers} layers)" if row.layers < row.all_layers else ""
     known = MODELS.get(row.model)
-    steps = steps or (known.steps if known else None)
+    if steps is None and known is not None:
+        steps = known.steps
     return (
         row.model + fewer, str(row.size), str(row.tokens), row.attention,
         row.dtype if row.precision == "native" else row.precision, f"{row.sparsity:.2f}",

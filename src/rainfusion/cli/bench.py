@@ -133,11 +133,12 @@ def _run_attention(args: argparse.Namespace) -> int:
     unknown = [name for name in args.names if name not in SHAPES]
     if unknown:
         raise ValueError(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
-    for name in ("heads", "repeats", "head_dim", "batch"):
-        if getattr(args, name) is not None:
-            checks.integer(arguments.option(name), getattr(args, name), minimum=1)
+    arguments.check_counts(args, "heads", "head_dim", "batch")
+    arguments.check_counts(args, "txt_len", minimum=0)
+    arguments.check_finite(args, "seconds")
     if not args.seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {args.seconds}")
+    _check_numbers(args)
     sparse_types = _sparse_types(args)
     panels = [args.sweep] if args.sweep else None
     if args.from_csv is not None:
@@ -168,6 +169,14 @@ def _run_attention(args: argparse.Namespace) -> int:
     return attention.run(plan)
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Those that shapes and models share."""
+    arguments.check_counts(args, "repeats")
+    arguments.check_seed(args)
+    if args.sparsity is not None:
+        checks.fraction("--sparsity", args.sparsity, zero=True)
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.csv is not None and args.from_csv is not None:
         raise ValueError("--csv is where measurements go, and --from-csv measures nothing: leave one of them out")
@@ -192,6 +201,11 @@ def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[
     shapes = [SHAPES[name] for name in dict.fromkeys(args.names)]
     if args.latent_shape:
         shapes.append(_own_shape(args))
+    else:
+        arguments.refuse(args, args.parser, ["txt_len"], "needs --latent-shape: named shapes have their own text")
+    if not args.latent_shape and args.sweep != "tokens":
+        needed = "needs --latent-shape or --sweep tokens: named shapes have their own"
+        arguments.refuse(args, args.parser, ["head_dim"], needed)
     if args.sweep == "tokens":
         if shapes:
             raise ValueError(f"--sweep tokens has shapes of its own, got {', '.join(shape.name for shape in shapes)}")
@@ -205,10 +219,10 @@ def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[
 
 def _own_shape(args: argparse.Namespace) -> Shape:
     grid = checks.grid("--latent-shape", args.latent_shape)
-    txt_len = checks.integer("--txt-len", args.txt_len, minimum=0)
     name = "x".join(map(str, grid))
     sparsity = 0.6 if grid[0] == 1 else 0.8
-    return Shape(name, args.heads or 4, args.head_dim, grid, txt_len, sparsity, "yours")
+    heads = 4 if args.heads is None else args.heads
+    return Shape(name, heads, args.head_dim, grid, args.txt_len, sparsity, "yours")
 
 
 def _run_models(args: argparse.Namespace) -> int:
@@ -216,11 +230,8 @@ def _run_models(args: argparse.Namespace) -> int:
 
     arguments.refuse(args, args.parser, _OF_ATTENTION, "is for attention alone, not for --model")
     chosen = _models(args.model)
-    for name in ("repeats", "steps"):
-        if getattr(args, name) is not None:
-            checks.integer(f"--{name}", getattr(args, name), minimum=1)
-    if args.sparsity is not None and not 0 <= args.sparsity <= 1:
-        raise ValueError(f"--sparsity must be in [0, 1], got {args.sparsity}")
+    arguments.check_counts(args, "steps")
+    _check_numbers(args)
     sparse_types = _sparse_types(args)
     if args.from_csv is not None:
         _check_outputs(args)

@@ -26,6 +26,7 @@ from rainfusion.progress import Progress
 from rainfusion.table import table
 
 LAB = "lab"
+LAB_SAMPLES = 2
 PICTURE = ".png"  # the ending of the picture beside a profile
 
 _DESCRIPTION = """\
@@ -54,7 +55,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--sparsity", type=float, default=0.8, help="of all heads together (default: 0.8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile; a picture beside it")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for more samples")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="of the lab model (default: 2)")
+    parser.add_argument("--samples", type=int, metavar="N", help=f"of the lab model (default: {LAB_SAMPLES})")
     parser.add_argument("--steps", type=int, help="default: the pipeline's own; 8 will do")
     parser.add_argument("--height", type=int, help="default: the pipeline's own")
     parser.add_argument("--width", type=int)
@@ -64,9 +65,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--predictor", choices=checks.PREDICTORS, default=best["predictor"])
     parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
     parser.add_argument("--first-frame", choices=checks.FIRST_FRAMES, default=best["first_frame"])
-    parser.add_argument("--dtype", choices=arguments.DTYPES, default="bf16", help="of the pipeline (default: bf16)")
+    parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the pipeline (default: bf16)")
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
-    parser.set_defaults(run=run, needs=needs)
+    parser.set_defaults(run=run, needs=needs, parser=parser)
 
 
 def needs(args: argparse.Namespace) -> list[str]:
@@ -76,8 +77,7 @@ def needs(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and writes."""
-    if args.model != LAB and not args.prompt:
-        raise ValueError("--prompt must be given at least once: budgets come from samples")
+    _check(args)
     asked = dict(
         num_inference_steps=args.steps,
         height=args.height,
@@ -87,17 +87,33 @@ def run(args: argparse.Namespace) -> int:
     )
     plan = Plan(
         args.model,
-        checks.fraction("--sparsity", args.sparsity, zero=False),
+        args.sparsity,
         args.out,
         arguments.device(args.device),
         options={name: getattr(args, name) for name in ("token_order", "predictor", "compensate", "first_frame")},
         prompts=args.prompt,
-        count=checks.integer("--samples", args.samples, minimum=1),
+        count=LAB_SAMPLES if args.samples is None else args.samples,
         call={name: value for name, value in asked.items() if value is not None},
-        dtype=arguments.DTYPES[args.dtype],
+        dtype=arguments.DTYPES["bf16" if args.dtype is None else args.dtype],
     )
     _check_output(args.out)
     return calibrate(plan)
+
+
+def _check(args: argparse.Namespace) -> None:
+    checks.fraction("--sparsity", args.sparsity, zero=False)
+    checks.choice("--token-order", args.token_order, checks.TOKEN_ORDERS)
+    arguments.check_counts(args, "steps", "height", "width", "frames", "samples")
+    arguments.check_finite(args, "guidance")
+    if args.model == LAB:
+        own = "is not for the lab, which"
+        arguments.refuse(args, args.parser, ["prompt"], f"{own} draws prompts of its own: say how many with --samples")
+        arguments.refuse(args, args.parser, ["width"], f"{own} draws squares: leave it out, --height is their side")
+        arguments.refuse(args, args.parser, ["dtype"], f"{own} runs in fp32 on a CPU and in bf16 elsewhere")
+    else:
+        arguments.refuse(args, args.parser, ["samples"], "is for the lab: a pipeline makes a sample for each --prompt")
+        if not args.prompt:
+            raise ValueError("--prompt must be given at least once: budgets come from samples")
 
 
 def _check_output(out: Path) -> None:
@@ -118,7 +134,7 @@ class Plan:
     device: torch.device
     options: Mapping[str, Any]  # of `enable`: token_order, predictor, compensate, first_frame
     prompts: Sequence[str] = ()
-    count: int = 2  # of the lab's prompts
+    count: int = LAB_SAMPLES  # of the lab's prompts
     call: Mapping[str, Any] = field(default_factory=dict)  # of the pipeline: num_inference_steps, height, ...
     dtype: torch.dtype = torch.bfloat16
 
@@ -155,14 +171,10 @@ def _of_lab(plan: Plan) -> Profile:
     from rainfusion.lab.model import Place, arguments_at, dense
     from rainfusion.lab.sampling import STEPS
 
-    refused = sorted({"width", "prompt"} & ({*plan.call} | ({"prompt"} if plan.prompts else set())))
-    if refused:
-        raise ValueError(
-            f"the lab draws prompts of its own, and squares: leave out {', '.join(refused)}; see --samples"
-        )
     model, recorder = lab.load(device=plan.device), Recorder(plan.sparsity)
     given = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "size": "height"}
     chosen = {"steps": STEPS, **{name: plan.call[theirs] for name, theirs in given.items() if theirs in plan.call}}
+    model.config.clip_size(chosen.get("frames"), chosen.get("size"), names=("--frames", "--height"))
     progress = Progress("calibrate", chosen["steps"] * model.config.depth, "attention call")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and draws."""
     from rainfusion.lab import demo
 
+    arguments.check_seed(args)
     asked = {name: getattr(args, name) for name in ("prompt", "steps", "dense_steps", "frames", "size")}
     given = {name: value for name, value in asked.items() if value is not None}
     plan = demo.Plan(

@@ -44,15 +44,21 @@ def add(commands: Commands) -> None:
     layouts = checks.INPUT_LAYOUTS
     parser.add_argument("--input-layout", default="BNSD", choices=layouts, help="of --tensors (default: BNSD)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write order.png and mask.png there")
-    parser.set_defaults(run=run, needs=lambda args: ["matplotlib"] if args.out else [])
+    parser.set_defaults(run=run, parser=parser, needs=lambda args: ["matplotlib"] if args.out else [])
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks the options, then prints and draws."""
     from rainfusion.bench import inspection
 
-    for name in ("heads", "head_dim"):
-        checks.integer(arguments.option(name), getattr(args, name), minimum=1)
+    arguments.check_counts(args, "heads", "head_dim")
+    arguments.check_counts(args, "txt_len", minimum=0)
+    checks.grid("--latent-shape", args.latent_shape)
+    checks.fraction("--sparsity", args.sparsity, zero=True)
+    checks.fraction("--cdf-threshold", args.cdf_threshold, zero=False)
+    if args.tensors is not None:
+        of_the_file = "is for the synthetic call: leave it out with --tensors, whose q and k have their own"
+        arguments.refuse(args, args.parser, ["heads", "head_dim"], of_the_file)
     order = _token_order(args.token_order)
     if args.out is not None:
         outputs.check_folder("--out", args.out, inspection.FILES)

@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return quality.list_methods(chosen)
     if args.show is not None:
         return quality.show(args.show)
-    for name in ("prompts", "steps", "frames", "size"):
-        if getattr(args, name) is not None:
-            checks.integer(f"--{name}", getattr(args, name), minimum=1)
+    arguments.check_counts(args, "prompts", "steps", "frames", "size")
+    arguments.check_finite(args, "guidance")
+    arguments.check_seed(args)
     defaults = _QUICK if args.quick else _DEFAULTS
     counts = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     _check(args, counts["steps"])

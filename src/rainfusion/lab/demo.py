@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -44,6 +45,8 @@ class Plan:
     def __post_init__(self) -> None:
         checks.fraction("--sparsity", self.sparsity, zero=True)
         checks.integer("--steps", self.steps, minimum=1)
+        if not math.isfinite(self.guidance):
+            raise ValueError(f"--guidance must be a finite number, got {self.guidance}")
         for name in ("frames", "size"):
             if getattr(self, name) is not None:
                 checks.integer(f"--{name}", getattr(self, name), minimum=1)
@@ -99,6 +102,9 @@ def run(plan: Plan) -> int:
     sparse = plan.sparse()
     full = _sample_and_tell("full", plan, model, prompt, lab.dense)
     fast = _sample_and_tell("sparse", plan, model, prompt, sparse)
+    for sample in (full, fast):
+        if not sample.clip.isfinite().all():
+            raise ValueError(f"the clip is not finite: --guidance must be smaller, got {plan.guidance}; try 1 to 5")
     psnr = float(metrics.psnr(full.clip, fast.clip))
     _report(plan, full, fast, psnr, sparse.density())
     for path in _draw(plan, prompt, full, fast, psnr):
@@ -145,9 +151,7 @@ def _sample(
 
 def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     config = model.config
-    frames, size = plan.frames or config.frames, plan.size or config.size
-    if size % config.patch:
-        raise ValueError(f"--size must be a multiple of {config.patch}, got {size}")
+    frames, size = config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
     tokens = config.text + frames * (size // config.patch) ** 2
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     where = f"cpu with {torch.get_num_threads()} threads" if plan.device.type == "cpu" else str(plan.device)

@@ -92,6 +92,25 @@ class Config:
         if self.size % self.patch:
             raise ValueError(f"size must be a multiple of patch {self.patch}, got {self.size}")
 
+    def clip_size(
+        self, frames: int | None, size: int | None, *, names: tuple[str, str] = ("frames", "size")
+    ) -> tuple[int, int]:
+        """Frames and pixels of a clip to sample; None stands for the model's own.
+
+        Raises ValueError where patches do not cover such a clip; `names` are those of the arguments, for the message.
+        """
+        frames, size = self.frames if frames is None else frames, self.size if size is None else size
+        if frames < 1:
+            raise ValueError(f"{names[0]} must be at least 1, got {frames}")
+        if size < 1 or size % self.patch:
+            below, above = size // self.patch * self.patch, (size // self.patch + 1) * self.patch
+            near = f"{below} or {above}" if below > 0 else str(max(above, self.patch))
+            raise ValueError(
+                f"{names[1]} must be a multiple of {self.patch}, the side of this model's patches, got {size}; try "
+                f"{near}"
+            )
+        return frames, size
+
     @property
     def heads(self) -> int:
         return self.dim // HEAD_DIM

@@ -145,7 +145,7 @@ class Study:
 
     def __init__(self, model: DiT, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.frames, self.size = plan.frames or model.config.frames, plan.size or model.config.size
+        self.frames, self.size = model.config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
         self.prompts = lab.random_prompts(plan.prompts, torch.Generator().manual_seed(plan.seed))
         self.calls = capture(model, self.prompts[:1], plan, self.frames, self.size)
         self.backend = plan.backend or fastest(self.calls[0])
@@ -232,7 +232,8 @@ class Study:
     def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
         """A batch on the CPU: the device has finished."""
         return lab.sample(
-            self.model, self.prompts[first : first + BATCH], attention=attention, steps=steps or self.plan.steps,
+            self.model, self.prompts[first : first + BATCH], attention=attention,
+            steps=self.plan.steps if steps is None else steps,
             guidance=self.plan.guidance, seed=self.plan.seed + first, frames=self.frames, size=self.size,
         ).cpu()  # fmt: skip
 
@@ -386,16 +387,21 @@ def _draw_sheets(found: Comparison, clips: dict[tuple[str, str], Tensor], dense_
         chosen = _shown(rows)
         if not chosen:
             continue
-        captions = ["dense", *(f"{row.method}, density {row.density:.2f}: {row.psnr[0] or 0:.1f} dB" for row in chosen)]
+        captions = ["dense", *map(_caption, chosen)]
         sheet = contact_sheet(torch.cat([dense_clip, *(clips[row.method, at][None] for row in chosen)]), captions)
         path = out / f"sheet_{at.replace(' ', '_')}.png"
         sheet.save(path)
         print(f"wrote {path}", flush=True)
 
 
+def _caption(row: Row) -> str:
+    first = row.psnr[0]
+    return f"{row.method}, density {row.density:.2f}: {'equal' if first is None else f'{first:.1f} dB'}"
+
+
 def _shown(rows: Sequence[Row]) -> list[Row]:
     shown = [row for row in rows if row.family == "ours"][:1]
     for family in ("ours", "rule", "bound"):
         own = [row for row in rows if row.family == family and row not in shown]
-        shown += sorted(own, key=lambda row: -_mean(x or 0.0 for x in row.psnr))[:1]
+        shown += sorted(own, key=lambda row: -_mean(math.inf if x is None else x for x in row.psnr))[:1]
     return shown

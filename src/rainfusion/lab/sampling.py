@@ -5,6 +5,8 @@ x <- x + (t' - t) v,    v = v_empty + guidance (v_prompt - v_empty)
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -51,9 +53,11 @@ def sample(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    device, config = model.patches.weight.device, model.config
-    size = size or config.size
-    x = noise(len(prompts), (3, frames or config.frames, size, size), seed).to(device)
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance must be a finite number, got {guidance}")
+    frames, size = model.config.clip_size(frames, size)
+    device = model.patches.weight.device
+    x = noise(len(prompts), (3, frames, size, size), seed).to(device)
     prompts, schedule = prompts.to(device), times(steps, shift).tolist()
     for step in range(steps):
         now, then = schedule[step : step + 2]

@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        _check_outputs(args)
+        _check(args)
     except ValueError as error:
         parser.error(str(error))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -291,9 +291,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    from rainfusion.cli import outputs
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of its range, and for a file that cannot be written."""
+    from rainfusion.cli import arguments, outputs
 
+    arguments.check_counts(args, "steps", "log_every")
+    arguments.check_finite(args, "rate")
+    if args.rate is not None and args.rate <= 0:
+        raise ValueError(f"--rate must be above 0, got {args.rate}")
+    if not args.seconds >= 0:  # inf is "to the last step"
+        raise ValueError(f"--seconds must be at least 0, got {args.seconds}")
+    if args.seed is not None:
+        arguments.check_seed(args)
     outputs.check_file("--out", args.out, example="lab.pt")
     if args.export is not None:
         outputs.check_file("--export", args.export, example="lab.safetensors")
