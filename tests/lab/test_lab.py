@@ -386,6 +386,21 @@ def test_training_looks_at_its_options_before_it_starts(tmp_path, monkeypatch, c
         assert said in capsys.readouterr().err
 
 
+def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(training.RECIPES, "tiny", RECIPE)
+    command = ["--size", "tiny", "--device", "cpu", "--out", str(tmp_path / "lab.pt")]
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "advance", interrupt)
+    assert training.main(command) == 130
+    assert f"interrupted; {tmp_path / 'lab.pt'} was not written yet" in capsys.readouterr().err
+    Trainer(RECIPE).save(tmp_path / "lab.pt")
+    assert training.main([*command, "--resume"]) == 130
+    assert "the same command with --resume goes on with it" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path):
     trainer = Trainer(RECIPE)
     trainer.save(tmp_path / "lab.pt")

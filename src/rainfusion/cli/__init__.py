@@ -18,7 +18,10 @@ _PACKAGES = {"PIL": "pillow"}  # module -> the package to install for it, where 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 for a wrong argument, 1 for a result that was found wrong."""
+    """Runs one command and returns its exit status.
+
+    0 is success, 1 a result that was found wrong, 2 a wrong argument, and 130 an interrupt from the keyboard.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     missing = [_PACKAGES.get(name, name) for name in args.needs(args) if importlib.util.find_spec(name) is None]
@@ -32,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         parser.exit(2, f"rainfusion {args.command}: {error}\n")
     except KeyboardInterrupt:
+        print(f"\nrainfusion {args.command}: interrupted; {args.interrupted(args)}", file=sys.stderr, flush=True)
         return 130
 
 

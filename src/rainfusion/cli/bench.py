@@ -67,7 +67,7 @@ def add(commands: Commands) -> None:
     where.add_argument("--csv", type=Path, metavar="FILE", help="add rows to it, or replace those measured before")
     where.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show or draw what it holds")
     where.add_argument("--plot", type=Path, metavar="PNG", help="draw speed-ups of the whole call")
-    parser.set_defaults(run=run, needs=needs, parser=parser)
+    parser.set_defaults(run=run, needs=needs, interrupted=interrupted, parser=parser)
 
 
 def _list_shapes() -> str:
@@ -119,6 +119,16 @@ def needs(args: argparse.Namespace) -> list[str]:
     """Modules beside torch that this run imports."""
     measures_models = args.model and args.from_csv is None
     return [*(["diffusers"] if measures_models else []), *(["matplotlib"] if args.plot else [])]
+
+
+def interrupted(args: argparse.Namespace) -> str:
+    """What a run that was cut short has left, and how to go on."""
+    if args.csv is None:
+        return "nothing was kept: with --csv FILE rows are kept as they are measured"
+    if not args.csv.exists():
+        return f"nothing was measured yet, and {args.csv} was not written"
+    kind = "models" if args.model else "shapes"
+    return f"{args.csv} has what was measured so far: run the command again with the {kind} that are missing"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -67,7 +67,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--first-frame", choices=checks.FIRST_FRAMES, default=best["first_frame"])
     parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the pipeline (default: bf16)")
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
-    parser.set_defaults(run=run, needs=needs, parser=parser)
+    anew = "no profile was written, and the same command starts anew; fewer --steps take less time"
+    parser.set_defaults(run=run, needs=needs, interrupted=lambda args: anew, parser=parser)
 
 
 def needs(args: argparse.Namespace) -> list[str]:

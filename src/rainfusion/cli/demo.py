@@ -46,7 +46,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 64)")
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--quick", action="store_true", help="2 steps, 3 frames, 32 pixels: to see that it works")
-    parser.set_defaults(run=run, needs=lambda args: ["safetensors", "PIL"])
+    anew = "no picture was written, and the same command starts anew; --quick takes seconds"
+    parser.set_defaults(run=run, needs=lambda args: ["safetensors", "PIL"], interrupted=lambda args: anew)
 
 
 def run(args: argparse.Namespace) -> int:

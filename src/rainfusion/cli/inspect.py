@@ -44,7 +44,12 @@ def add(commands: Commands) -> None:
     layouts = checks.INPUT_LAYOUTS
     parser.add_argument("--input-layout", default="BNSD", choices=layouts, help="of --tensors (default: BNSD)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write order.png and mask.png there")
-    parser.set_defaults(run=run, parser=parser, needs=lambda args: ["matplotlib"] if args.out else [])
+    parser.set_defaults(run=run, needs=needs, interrupted=lambda args: "nothing more was written", parser=parser)
+
+
+def needs(args: argparse.Namespace) -> list[str]:
+    """Modules beside torch that this run imports."""
+    return [] if args.out is None else ["matplotlib"]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
     where.add_argument("--resume", action="store_true", help="keep the rows that DIR has, measure the others")
     where.add_argument("--sheet", action="store_true", help="also contact sheets of a few methods")
     where.add_argument("--show", type=Path, metavar="DIR", help="measure nothing: show and draw what it holds")
-    parser.set_defaults(run=run, needs=lambda args: [] if args.list or args.show else ["safetensors"])
+    parser.set_defaults(run=run, needs=needs, interrupted=interrupted)
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,22 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     how.add_argument("--backend", choices=backends.NAMES, help="default: the fastest of the device")
     how.add_argument("--weights", type=Path, metavar="FILE", help="of a lab model (default: those of the package)")
+
+
+def needs(args: argparse.Namespace) -> list[str]:
+    """Modules beside torch that this run imports."""
+    return [] if args.list or args.show else ["safetensors"]
+
+
+def interrupted(args: argparse.Namespace) -> str:
+    """What a run that was cut short has left, and how to go on."""
+    from rainfusion.lab import comparison
+
+    if args.out is None:
+        return "nothing was kept: with --out DIR rows are kept as they are measured, and --resume goes on with them"
+    if not (args.out / comparison.JSON).exists():
+        return f"nothing was measured yet, and {args.out / comparison.JSON} was not written"
+    return f"{args.out} has the rows measured so far: the same command with --resume measures the others"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -283,7 +283,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.model.compile_layers()
     millions = sum(weight.numel() for weight in trainer.ema.values()) / 1e6
     print(f"{millions:.2f} M parameters, step {trainer.step} of {trainer.recipe.steps}, {device}", flush=True)
-    run(trainer, args.out, begun + args.seconds, log_every=args.log_every)
+    try:
+        run(trainer, args.out, begun + args.seconds, log_every=args.log_every)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {_left(args.out)}", file=sys.stderr, flush=True)
+        return 130
     print(f"{trainer.seconds:.0f} s in all, held-out loss {trainer.held_out_loss():.5f}", flush=True)
     if args.export:
         trainer.export(args.export, _command(trainer.recipe))
@@ -308,6 +312,13 @@ def _check(args: argparse.Namespace) -> None:
         outputs.check_file("--export", args.export, example="lab.safetensors")
         if args.export == args.out:
             raise ValueError(f"--export must be another file than --out, got {str(args.out)!r} for both")
+
+
+def _left(checkpoint: Path) -> str:
+    """What a run that was cut short has left, and how to go on."""
+    if not checkpoint.exists():
+        return f"{checkpoint} was not written yet: it is saved every minute"
+    return f"{checkpoint} was saved in the last minute or two: the same command with --resume goes on with it"
 
 
 def _asked_for(args: argparse.Namespace, recipe: Recipe) -> Recipe:
