@@ -14,6 +14,7 @@ from rainfusion import checks
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what each command adds its parser to
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+WEIGHTS = "of a lab model (default: those in the repository, found in a clone installed with pip install -e)"
 MOST_SEED = 2**32 - 1  # training multiplies it, and torch's generators take 64 bits
 
 

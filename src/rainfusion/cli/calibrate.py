@@ -66,6 +66,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
     parser.add_argument("--first-frame", choices=checks.FIRST_FRAMES, default=best["first_frame"])
     parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the pipeline (default: bf16)")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help=arguments.WEIGHTS)
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     anew = "no profile was written, and the same command starts anew; fewer --steps take less time"
     parser.set_defaults(run=run, needs=needs, interrupted=lambda args: anew, parser=parser)
@@ -96,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
         count=LAB_SAMPLES if args.samples is None else args.samples,
         call={name: value for name, value in asked.items() if value is not None},
         dtype=arguments.DTYPES["bf16" if args.dtype is None else args.dtype],
+        weights=args.weights,
     )
+    if args.model == LAB:
+        _find_weights(args.weights)
     _check_output(args.out)
     return calibrate(plan)
 
@@ -112,9 +116,16 @@ def _check(args: argparse.Namespace) -> None:
         arguments.refuse(args, args.parser, ["width"], f"{own} draws squares: leave it out, --height is their side")
         arguments.refuse(args, args.parser, ["dtype"], f"{own} runs in fp32 on a CPU and in bf16 elsewhere")
     else:
+        arguments.refuse(args, args.parser, ["weights"], "is for the lab: a pipeline brings its own")
         arguments.refuse(args, args.parser, ["samples"], "is for the lab: a pipeline makes a sample for each --prompt")
         if not args.prompt:
             raise ValueError("--prompt must be given at least once: budgets come from samples")
+
+
+def _find_weights(path: Path | None) -> None:
+    from rainfusion.lab import weights
+
+    weights.find(path)
 
 
 def _check_output(out: Path) -> None:
@@ -138,6 +149,7 @@ class Plan:
     count: int = LAB_SAMPLES  # of the lab's prompts
     call: Mapping[str, Any] = field(default_factory=dict)  # of the pipeline: num_inference_steps, height, ...
     dtype: torch.dtype = torch.bfloat16
+    weights: Path | None = None  # of the lab model; None: those of the repository
 
 
 def calibrate(plan: Plan) -> int:
@@ -172,7 +184,7 @@ def _of_lab(plan: Plan) -> Profile:
     from rainfusion.lab.model import Place, arguments_at, dense
     from rainfusion.lab.sampling import STEPS
 
-    model, recorder = lab.load(device=plan.device), Recorder(plan.sparsity)
+    model, recorder = lab.load(plan.weights, device=plan.device), Recorder(plan.sparsity)
     given = {"steps": "num_inference_steps", "guidance": "guidance_scale", "frames": "num_frames", "size": "height"}
     chosen = {"steps": STEPS, **{name: plan.call[theirs] for name, theirs in given.items() if theirs in plan.call}}
     model.config.clip_size(chosen.get("frames"), chosen.get("size"), names=("--frames", "--height"))

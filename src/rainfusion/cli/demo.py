@@ -9,7 +9,7 @@ from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 
 _DESCRIPTION = """\
-Samples the small video model that comes with the package twice from the same noise, with full
+Samples the small video model of the repository twice from the same noise, with full
 and with sparse attention; writes a GIF of both and their difference and a sheet of all frames, and prints
 seconds, PSNR and density. About two minutes on two CPU cores."""
 
@@ -44,6 +44,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--guidance", type=float, default=1.0, help="above 1 takes twice as long (default: 1)")
     parser.add_argument("--frames", type=int, help="default: the model's own, 9")
     parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 64)")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help=arguments.WEIGHTS)
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--quick", action="store_true", help="2 steps, 3 frames, 32 pixels: to see that it works")
     anew = "no picture was written, and the same command starts anew; --quick takes seconds"
@@ -52,7 +53,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and draws."""
-    from rainfusion.lab import demo
+    from rainfusion.lab import demo, weights
 
     arguments.check_seed(args)
     asked = {name: getattr(args, name) for name in ("prompt", "steps", "dense_steps", "frames", "size")}
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         sparsity=args.sparsity,
         guidance=args.guidance,
+        weights=args.weights,
         **{**(_QUICK if args.quick else {}), **given},
     )
+    weights.find(args.weights)
     outputs.check_folder("--out", args.out, (demo.GIF, demo.SHEET))
     return demo.run(plan)

@@ -63,7 +63,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, default=0, help="of prompts and noise (default: 0)")
     how.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     how.add_argument("--backend", choices=backends.NAMES, help="default: the fastest of the device")
-    how.add_argument("--weights", type=Path, metavar="FILE", help="of a lab model (default: those of the package)")
+    how.add_argument("--weights", type=Path, metavar="FILE", help=arguments.WEIGHTS)
 
 
 def needs(args: argparse.Namespace) -> list[str]:
@@ -84,7 +84,7 @@ def interrupted(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and writes; the exit status is 1 if a method failed."""
-    from rainfusion.lab import comparison, methods, quality
+    from rainfusion.lab import comparison, methods, quality, weights
 
     chosen = methods.select(args.methods)
     if args.list:
@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         sheet=args.sheet,
     )
+    weights.find(args.weights)
     if args.out is not None:
         outputs.check_folder("--out", args.out, comparison.FILES)
     return quality.run(plan)

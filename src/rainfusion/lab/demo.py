@@ -29,7 +29,7 @@ GAIN = 3  # of the difference, to be seen
 
 @dataclass(frozen=True)
 class Plan:
-    """What to sample. Frames and size None: the model's own."""
+    """What to sample. Frames and size None: the model's own. Weights None: those of the repository."""
 
     out: Path
     device: torch.device
@@ -41,6 +41,7 @@ class Plan:
     guidance: float = 1.0
     frames: int | None = None
     size: int | None = None
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         checks.fraction("--sparsity", self.sparsity, zero=True)
@@ -96,7 +97,7 @@ class Sample:
 
 def run(plan: Plan) -> int:
     prompt = lab.parse(plan.prompt)
-    model = lab.load(device=plan.device)
+    model = lab.load(plan.weights, device=plan.device)
     _introduce(plan, model, prompt)
     _warm_up(plan, model, prompt)
     sparse = plan.sparse()

@@ -61,7 +61,7 @@ class Plan:
     dense_steps: int = 0
     methods: Sequence[Method] = methods.METHODS
     backend: str | None = None  # None: the fastest kernel of the device
-    weights: Path | None = None  # None: the packaged ones
+    weights: Path | None = None  # None: those of the repository
     seed: int = 0
     out: Path | None = None
     resume: bool = False
@@ -319,7 +319,7 @@ def _begin(study: Study) -> Comparison:
     settings = dict(
         prompts=plan.prompts, steps=plan.steps, guidance=plan.guidance, frames=study.frames, size=study.size,
         dense_steps=plan.dense_steps, seed=plan.seed, backend=study.backend, device=device_name(plan.device),
-        torch=str(torch.__version__), weights=weights.digest(plan.weights or weights.PACKAGED)[:16],
+        torch=str(torch.__version__), weights=weights.digest(weights.find(plan.weights))[:16],
     )  # fmt: skip
     about = dict(
         rainfusion=rainfusion.__version__, command=_command(plan, study),

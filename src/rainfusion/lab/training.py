@@ -342,7 +342,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rainfusion.lab.training",
         description="Trains the laboratory's model. Repeat the command until the last step is done.",
         epilog="example:\n"
-        "  python -m rainfusion.lab.training --seconds 540 --out lab.pt --resume --export weights.safetensors\n"
+        "  python -m rainfusion.lab.training --seconds 540 --out lab.pt --resume --export lab.safetensors\n"
         "  python -m rainfusion.lab.training --size tiny --seconds 300 --out tiny.pt  # on a CPU",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
