@@ -90,6 +90,19 @@ def test_the_package_has_no_large_file():
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) > 50 and not list(package.rglob("*.safetensors"))
     assert sum(path.stat().st_size for path in files) < MOST_BYTES
+    wheel = settings()["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["src/rainfusion"] and "*.safetensors" in wheel["exclude"]
+
+
+def settings():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and later read TOML")
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
-    assert build["wheel"]["packages"] == ["src/rainfusion"] and "*.safetensors" in build["wheel"]["exclude"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_a_package_index_has_links_to_follow():
+    project = settings()["project"]
+    assert set(project["urls"]) == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
+    assert project["urls"]["Repository"] == weights.REPOSITORY
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"cli", "dev", "diffusers", "docs", "lab"}
+    assert "rainfusion[cli,diffusers,docs,lab]" in extras["dev"]
