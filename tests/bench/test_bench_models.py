@@ -18,7 +18,8 @@ from torch import nn
 import rainfusion
 from rainfusion import cli
 from rainfusion.bench import models, results
-from rainfusion.bench.models import MODELS, AttentionMeter, Job, ModelRow, Size
+from rainfusion.bench.architectures import MODELS, Size
+from rainfusion.bench.models import AttentionMeter, Job, ModelRow
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -326,9 +326,18 @@ def test_the_calls_are_of_steps_that_are_sparse(study):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 SETTINGS = dict(
-    prompts=3, steps=4, guidance=2.5, frames=9, size=64, dense_steps=0, seed=0, backend="portable", device="cpu",
-    torch="2.11", weights="0",
-)  # fmt: skip
+    prompts=3,
+    steps=4,
+    guidance=2.5,
+    frames=9,
+    size=64,
+    dense_steps=0,
+    seed=0,
+    backend="portable",
+    device="cpu",
+    torch="2.11",
+    weights="0",
+)
 
 
 def made_up(*rows):

@@ -139,18 +139,26 @@ def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.devi
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
-def format_results(results: list[Result]) -> str:
-    header = ("shape", "heads", "tokens", "type", "dtype", "dense ms", "sparse ms", "speed-up", "sparsity", "density",
-              "vs dense", "vs fp64", "peak MB")  # fmt: skip
-    rows = [
-        (
-            r.shape, str(r.heads), str(r.tokens), r.sparse_type, r.dtype, f"{r.dense_ms:.1f}", f"{r.sparse_ms:.1f}",
-            f"{r.speedup:.2f}x" if r.speedup is not None else "WRONG", f"{r.sparsity:.2f}", f"{r.density:.3f}",
-            f"{r.error_to_dense:.4f}", f"{r.error_to_float64:.1e}", "-" if r.peak_mb is None else f"{r.peak_mb:.0f}",
-        )
-        for r in results
-    ]  # fmt: skip
-    return table(header, rows)
+_COLUMNS: dict[str, Callable[[Result], str]] = {
+    "shape": lambda result: result.shape,
+    "heads": lambda result: str(result.heads),
+    "tokens": lambda result: str(result.tokens),
+    "type": lambda result: result.sparse_type,
+    "dtype": lambda result: result.dtype,
+    "dense ms": lambda result: f"{result.dense_ms:.1f}",
+    "sparse ms": lambda result: f"{result.sparse_ms:.1f}",
+    "speed-up": lambda result: "WRONG" if result.speedup is None else f"{result.speedup:.2f}x",
+    "sparsity": lambda result: f"{result.sparsity:.2f}",
+    "density": lambda result: f"{result.density:.3f}",
+    "vs dense": lambda result: f"{result.error_to_dense:.4f}",
+    "vs fp64": lambda result: f"{result.error_to_float64:.1e}",
+    "peak MB": lambda result: results.form(result.peak_mb, ".0f"),
+}
+
+
+def format_results(found: Sequence[Result]) -> str:
+    """The results as a table."""
+    return table(tuple(_COLUMNS), [tuple(cell(result) for cell in _COLUMNS.values()) for result in found])
 
 
 def default_shapes(device: torch.device) -> list[Shape]:

@@ -250,9 +250,13 @@ def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> Any:
     from torch.nn.attention import flex_attention as flex
 
     return flex.BlockMask.from_kv_blocks(
-        torch.zeros_like(mask.counts), mask.indices, mask.counts, mask.indices, BLOCK_SIZE=mask.block_size,
+        torch.zeros_like(mask.counts),
+        mask.indices,
+        mask.counts,
+        mask.indices,
+        BLOCK_SIZE=mask.block_size,
         seq_lengths=(q_len, k_len),
-    )  # fmt: skip
+    )
 
 
 DENSE: tuple[Baseline, ...] = (

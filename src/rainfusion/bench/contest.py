@@ -85,17 +85,30 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str)
         mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
     with backends.triton.device_guard(q):
         keys = backend.prepare(
-            k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), stand_ins=options.compensate,
+            k,
+            v,
+            k_layout,
+            None,
+            None,
+            pool=backends.triton.pooled_parts(mask, options),
+            stand_ins=options.compensate,
             **extra,
-        )  # fmt: skip
+        )
         mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
 
     def call() -> Tensor:
         with backends.triton.device_guard(q):
             out, _ = backend.attend_blocks(
-                q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
-                inner_precise=options.inner_precise, return_lse=False,
-            )  # fmt: skip
+                q,
+                keys,
+                mask,
+                rows,
+                q_layout,
+                scale=options.scale,
+                is_causal=options.is_causal,
+                inner_precise=options.inner_precise,
+                return_lse=False,
+            )
         return out  # type: ignore[no-any-return]
 
     return call
@@ -246,12 +259,19 @@ class _Contest:
         out, peak = self._run(calls[0])
         self.contenders.append(
             _Contender(
-                name=name, calls=calls, precision=precision, dense=False, exact=precision == "native", ours=True,
-                density=mask.density(), tflop=kept_tflop(mask, self.shape.head_dim),
-                peak_mb=None if name.endswith("graph") else peak, error_to_dense=self._error_to_dense(out),
+                name=name,
+                calls=calls,
+                precision=precision,
+                dense=False,
+                exact=precision == "native",
+                ours=True,
+                density=mask.density(),
+                tflop=kept_tflop(mask, self.shape.head_dim),
+                peak_mb=None if name.endswith("graph") else peak,
+                error_to_dense=self._error_to_dense(out),
                 verdict=self._verify(out, mask, self.layout, None if precision == "native" else QUANTISED_ERROR, 1.5),
             )
-        )  # fmt: skip
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # others
@@ -284,12 +304,19 @@ class _Contest:
         density = 1.0 if baseline.dense else mask.density()
         self.contenders.append(
             _Contender(
-                name=baseline.name, calls=calls, precision="native" if baseline.exact else "int8",
-                dense=baseline.dense, exact=baseline.exact, ours=False, density=density,
-                tflop=dense_tflop(q, k) if baseline.dense else kept_tflop(mask, self.shape.head_dim), peak_mb=peak,
-                error_to_dense=self._error_to_dense(out), verdict=verdict,
+                name=baseline.name,
+                calls=calls,
+                precision="native" if baseline.exact else "int8",
+                dense=baseline.dense,
+                exact=baseline.exact,
+                ours=False,
+                density=density,
+                tflop=dense_tflop(q, k) if baseline.dense else kept_tflop(mask, self.shape.head_dim),
+                peak_mb=peak,
+                error_to_dense=self._error_to_dense(out),
+                verdict=verdict,
             )
-        )  # fmt: skip
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # checks

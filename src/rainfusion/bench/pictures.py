@@ -256,9 +256,16 @@ def _draw_tokens(axis: Any, lines: list[list[Row]]) -> None:
 
 def _draw_line(axis: Any, line: list[Row], along: str, number: int, label: str, style: str = "-") -> None:
     axis.plot(
-        [getattr(row, along) for row in line], [row.speedup for row in line], style, marker="o", markersize=4,
-        linewidth=1.8, color=_COLOURS[number % len(_COLOURS)], label=label, zorder=3,
-    )  # fmt: skip
+        [getattr(row, along) for row in line],
+        [row.speedup for row in line],
+        style,
+        marker="o",
+        markersize=4,
+        linewidth=1.8,
+        color=_COLOURS[number % len(_COLOURS)],
+        label=label,
+        zorder=3,
+    )
 
 
 def _draw_shapes(axis: Any, bars: list[list[Row]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
@@ -16,9 +16,21 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
 from rainfusion.table import table
 
 KEY = (
-    "gpu", "shape", "batch", "heads", "tokens", "head_dim", "dtype", "precision", "sparse_type", "sparsity",
-    "contender", "rainfusion", "torch", "triton",
-)  # fmt: skip
+    "gpu",
+    "shape",
+    "batch",
+    "heads",
+    "tokens",
+    "head_dim",
+    "dtype",
+    "precision",
+    "sparse_type",
+    "sparsity",
+    "contender",
+    "rainfusion",
+    "torch",
+    "triton",
+)
 VERSIONS = ("rainfusion", "torch", "triton")
 
 
@@ -163,27 +175,33 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    header = (
-        "shape", "contender", "precision", "sparsity", "density", "ms", "TFLOP/s", "of matmul", "vs best dense",
-        "vs cuDNN", "around", "peak MB", "vs dense", "vs fp64",
-    )  # fmt: skip
-    return table(header, [_cells(row) for row in rows])
+    """The rows as a table."""
+    return table(tuple(_COLUMNS), [tuple(cell(row) for cell in _COLUMNS.values()) for row in rows])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    precision = row.dtype if row.precision == "native" else row.precision
-    share = row.matmul_share
-    return (
-        row.shape, row.contender, precision, f"{row.sparsity:.2f}", f"{row.density:.3f}", f"{row.ms:.3f}",
-        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
-        "-" if share is None else f"{share:.0%}",
-        _times(row.speedup) if row.right else "WRONG", _times(row.speedup_cudnn) if row.right else "WRONG",
-        "-" if row.around_percent is None else f"{row.around_percent:+.1f}%",
-        "-" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-        "-" if row.error_to_dense is None else f"{row.error_to_dense:.4f}",
-        "-" if row.error_to_float64 is None else f"{row.error_to_float64:.1e}",
-    )  # fmt: skip
+def _speedup(factor: float | None, right: bool) -> str:
+    """A result that is wrong has no speed-up."""
+    return form(factor, ".2f", "x") if right else "WRONG"
 
 
-def _times(factor: float | None) -> str:
-    return "-" if factor is None else f"{factor:.2f}x"
+def form(value: float | None, how: str, unit: str = "") -> str:
+    """A number in the format `how`, with its unit; a dash where there is none."""
+    return "-" if value is None else f"{value:{how}}{unit}"
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "shape": lambda row: row.shape,
+    "contender": lambda row: row.contender,
+    "precision": lambda row: row.dtype if row.precision == "native" else row.precision,
+    "sparsity": lambda row: f"{row.sparsity:.2f}",
+    "density": lambda row: f"{row.density:.3f}",
+    "ms": lambda row: f"{row.ms:.3f}",
+    "TFLOP/s": lambda row: f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
+    "of matmul": lambda row: form(row.matmul_share, ".0%"),
+    "vs best dense": lambda row: _speedup(row.speedup, row.right),
+    "vs cuDNN": lambda row: _speedup(row.speedup_cudnn, row.right),
+    "around": lambda row: form(row.around_percent, "+.1f", "%"),
+    "peak MB": lambda row: form(row.peak_mb, ".0f"),
+    "vs dense": lambda row: form(row.error_to_dense, ".4f"),
+    "vs fp64": lambda row: form(row.error_to_float64, ".1e"),
+}

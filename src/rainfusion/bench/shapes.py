@@ -45,8 +45,15 @@ SHAPES = {
 
 # Tokens against speed: pictures, so that the first frame does not change the density on the way
 _SWEEP_GRIDS = (
-    (32, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 400), (384, 400),
-)  # fmt: skip
+    (32, 64),
+    (64, 64),
+    (64, 128),
+    (128, 128),
+    (128, 256),
+    (256, 256),
+    (256, 400),
+    (384, 400),
+)
 SWEEP_SPARSITIES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 SWEEP_PREFIX = "grid-"
 

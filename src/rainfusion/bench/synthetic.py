@@ -26,9 +26,7 @@ def video_latent(latent_shape: Sequence[int], channels: int = 16, seed: int = 0)
     waves = 24
     frequency = 2.5 * torch.randn(waves, 2, generator=generator)  # cycles over the picture
     drift = 0.05 * torch.randn(waves, generator=generator)  # cycles a frame
-    phase = 2 * math.pi * (
-        frequency[:, 0] * y[..., None] + frequency[:, 1] * x[..., None] + drift * time[..., None]
-    )  # fmt: skip
+    phase = 2 * math.pi * (frequency[:, 0] * y[..., None] + frequency[:, 1] * x[..., None] + drift * time[..., None])
     mixing = torch.randn(2 * waves, channels, generator=generator) / math.sqrt(2 * waves)
     latent = torch.cat([phase.cos(), phase.sin()], -1) @ mixing * math.sqrt(2)
     for _ in range(4):

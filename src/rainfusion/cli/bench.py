@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rainfusion import backends, checks
-from rainfusion.bench.models import MODELS, REPEATS, Model, Size
+from rainfusion.bench.architectures import MODELS, Model, Size
+from rainfusion.bench.models import REPEATS
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands

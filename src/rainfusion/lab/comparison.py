@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 JSON, MARKDOWN, PICTURE = FILES = ("quality.json", "quality.md", "quality.png")
 _DIGITS = dict(psnr=2, ssim=4, cosine=5, temporal=4)
 HEADER = (
-    "method", "at", "density", "PSNR dB", "vs baseline", "SSIM", "cosine", "temporal error", "mass recall", "s/clip",
-)  # fmt: skip
+    "method",
+    "at",
+    "density",
+    "PSNR dB",
+    "vs baseline",
+    "SSIM",
+    "cosine",
+    "temporal error",
+    "mass recall",
+    "s/clip",
+)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,15 @@ DIRECTIONS = ("up left", "up", "up right", "left", "still", "right", "down left"
 PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")
 KINDS = ("disc", "ring", "triangle", "square", "star")
 COLOURS = {
-    "red": (0.8, -0.75, -0.75), "orange": (0.85, 0.1, -0.8), "yellow": (0.8, 0.75, -0.7), "green": (-0.7, 0.65, -0.65),
-    "cyan": (-0.7, 0.65, 0.75), "blue": (-0.65, -0.5, 0.85), "pink": (0.8, -0.4, 0.6), "white": (0.8, 0.8, 0.8),
-}  # fmt: skip
+    "red": (0.8, -0.75, -0.75),
+    "orange": (0.85, 0.1, -0.8),
+    "yellow": (0.8, 0.75, -0.7),
+    "green": (-0.7, 0.65, -0.65),
+    "cyan": (-0.7, 0.65, 0.75),
+    "blue": (-0.65, -0.5, 0.85),
+    "pink": (0.8, -0.4, 0.6),
+    "white": (0.8, 0.8, 0.8),
+}
 TURNS = ("anticlockwise", "still", "clockwise")
 
 SHAPES = 3

@@ -143,9 +143,15 @@ def _sample(
     watched = Watched(attention, tick)
     begun = _now(plan.device)
     clip = lab.sample(
-        model, prompt[None], attention=watched, steps=plan.steps, guidance=plan.guidance, seed=plan.seed,
-        frames=plan.frames, size=plan.size,
-    )  # fmt: skip
+        model,
+        prompt[None],
+        attention=watched,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        seed=plan.seed,
+        frames=plan.frames,
+        size=plan.size,
+    )
     seconds = _now(plan.device) - begun
     return Sample(clip.cpu(), seconds, watched.total(), watched.total(plan.dense_steps))
 
@@ -165,10 +171,15 @@ def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float)
     whole, attention = full.seconds / fast.seconds, full.attention / fast.attention
     rows = [
         ("full", f"{full.seconds:.2f} s", f"{full.attention:.2f} s", "1.00", ""),
-        (f"sparse at {plan.sparsity:g}", f"{fast.seconds:.2f} s", f"{fast.attention:.2f} s", f"{density:.2f}",
-         f"{psnr:.1f} dB"),
+        (
+            f"sparse at {plan.sparsity:g}",
+            f"{fast.seconds:.2f} s",
+            f"{fast.attention:.2f} s",
+            f"{density:.2f}",
+            f"{psnr:.1f} dB",
+        ),
         ("speed-up", f"{whole:.2f}x", f"{attention:.2f}x", "", ""),
-    ]  # fmt: skip
+    ]
     print(table(("attention", "sampling", "attention alone", "density", "PSNR"), rows))
     print("\nPSNR: of the sparse clip against the full one. density: the share of blocks that sparse steps compute,")
     print("with the text, which is never dropped.")

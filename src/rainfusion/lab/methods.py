@@ -217,8 +217,10 @@ METHODS = (
     *(
         ours(f"rf_v2 2x8x8 {first_frame}{words}", token_order=(2, 8, 8), first_frame=first_frame, **options)
         for first_frame, words, options in (
-            ("keys", " submeans", dict(predictor="submeans")), ("free", "", {}),
-            ("free", " submeans", dict(predictor="submeans")), ("free", " compensate", dict(compensate=True)),
+            ("keys", " submeans", dict(predictor="submeans")),
+            ("free", "", {}),
+            ("free", " submeans", dict(predictor="submeans")),
+            ("free", " compensate", dict(compensate=True)),
         )
     ),
     *(
@@ -253,10 +255,13 @@ METHODS = (
     rule("oracle 2x8x8", rules.oracle, family="bound", token_order=(2, 8, 8)),
     rule("oracle without the sink", partial(rules.oracle, protect="text"), family="bound", token_order=_FIRST),
     rule(
-        "oracle, shared budget", rules.shared_oracle, family="bound", token_order=_FIRST,
+        "oracle, shared budget",
+        rules.shared_oracle,
+        family="bound",
+        token_order=_FIRST,
         note="the best blocks of all heads and rows together; text protected",
     ),
-)  # fmt: skip
+)
 
 
 @lru_cache(maxsize=64)

@@ -181,9 +181,13 @@ class Study:
         seconds = (time.perf_counter() - start) / len(self.prompts)
         sampled = torch.cat(clips)
         row = replace(
-            job.row, amount=amount, density=sum(densities) / len(densities), recall=self._recall(job.method, amount),
-            seconds=seconds, **self._metrics(sampled),
-        )  # fmt: skip
+            job.row,
+            amount=amount,
+            density=sum(densities) / len(densities),
+            recall=self._recall(job.method, amount),
+            seconds=seconds,
+            **self._metrics(sampled),
+        )
         return row, sampled[0]
 
     def _calibrated(self, method: Method) -> Method:
@@ -232,10 +236,15 @@ class Study:
     def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
         """A batch on the CPU: the device has finished."""
         return lab.sample(
-            self.model, self.prompts[first : first + BATCH], attention=attention,
+            self.model,
+            self.prompts[first : first + BATCH],
+            attention=attention,
             steps=self.plan.steps if steps is None else steps,
-            guidance=self.plan.guidance, seed=self.plan.seed + first, frames=self.frames, size=self.size,
-        ).cpu()  # fmt: skip
+            guidance=self.plan.guidance,
+            seed=self.plan.seed + first,
+            frames=self.frames,
+            size=self.size,
+        ).cpu()
 
     def _warm_up(self, attention: lab.Attention) -> None:
         """A first step compiles kernels and fills caches; on a CPU there are none."""
@@ -262,9 +271,15 @@ def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> 
         return dense(q, k, v, place)
 
     lab.sample(
-        model, prompts, attention=attend, steps=plan.steps, guidance=plan.guidance, seed=plan.seed, frames=frames,
+        model,
+        prompts,
+        attention=attend,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        seed=plan.seed,
+        frames=frames,
         size=size,
-    )  # fmt: skip
+    )
     return calls
 
 
@@ -317,14 +332,23 @@ def _begin(study: Study) -> Comparison:
     """What a file holds already, or nothing yet; its settings must be these."""
     plan = study.plan
     settings = dict(
-        prompts=plan.prompts, steps=plan.steps, guidance=plan.guidance, frames=study.frames, size=study.size,
-        dense_steps=plan.dense_steps, seed=plan.seed, backend=study.backend, device=device_name(plan.device),
-        torch=str(torch.__version__), weights=weights.digest(weights.find(plan.weights))[:16],
-    )  # fmt: skip
+        prompts=plan.prompts,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        frames=study.frames,
+        size=study.size,
+        dense_steps=plan.dense_steps,
+        seed=plan.seed,
+        backend=study.backend,
+        device=device_name(plan.device),
+        torch=str(torch.__version__),
+        weights=weights.digest(weights.find(plan.weights))[:16],
+    )
     about = dict(
-        rainfusion=rainfusion.__version__, command=_command(plan, study),
+        rainfusion=rainfusion.__version__,
+        command=_command(plan, study),
         prompts=[lab.describe(prompt) for prompt in study.prompts],
-    )  # fmt: skip
+    )
     found = Comparison(settings, about)
     if plan.out is not None and plan.resume and (plan.out / results.JSON).exists():
         found.rows = _rows_of(plan.out, settings)

@@ -95,9 +95,12 @@ RECIPES = {
         config=Config(frames=5, size=32, patch=4, dim=128, depth=6, mlp=512),
         early=(Batch(1, 32, 32, 0.75), Batch(5, 32, 8, 0.25)),
         late=(Batch(1, 32, 32, 0.25), Batch(5, 32, 8, 0.75)),
-        steps=1200, warmup=50, ema=0.99, rate=4e-3,
+        steps=1200,
+        warmup=50,
+        ema=0.99,
+        rate=4e-3,
     ),
-}  # fmt: skip
+}
 
 
 def generator_of(seed: int, step: int, device: torch.device) -> torch.Generator:
@@ -179,9 +182,13 @@ class Trainer:
     def save(self, path: Path) -> None:
         """All of it, in one move: an interrupted save leaves the file before it."""
         state = dict(
-            recipe=self.recipe.to_dict(), step=self.step, seconds=self.seconds, model=self.model.state_dict(),
-            ema=self.ema, optimiser=self.optimiser.state_dict(),
-        )  # fmt: skip
+            recipe=self.recipe.to_dict(),
+            step=self.step,
+            seconds=self.seconds,
+            model=self.model.state_dict(),
+            ema=self.ema,
+            optimiser=self.optimiser.state_dict(),
+        )
         part = path.with_name(path.name + ".part")
         torch.save(state, part)
         os.replace(part, path)
@@ -198,9 +205,14 @@ class Trainer:
     def export(self, path: Path, command: str) -> None:
         """The running mean of the weights, and how it came about."""
         notes = dict(
-            recipe=json.dumps(self.recipe.to_dict()), step=str(self.step), loss=f"{self.held_out_loss():.5f}",
-            seconds=f"{self.seconds:.0f}", command=command, torch=torch.__version__, device=_device_name(self.device),
-        )  # fmt: skip
+            recipe=json.dumps(self.recipe.to_dict()),
+            step=str(self.step),
+            loss=f"{self.held_out_loss():.5f}",
+            seconds=f"{self.seconds:.0f}",
+            command=command,
+            torch=torch.__version__,
+            device=_device_name(self.device),
+        )
         weights.save(path, self.recipe.config, self.ema, notes)
 
 
