@@ -372,6 +372,12 @@ def test_rows_come_back_from_a_file(tmp_path):
     (tmp_path / "quality.json").write_text("[]")
     with pytest.raises(ValueError, match="must be a file of rainfusion quality --out"):
         comparison.read(tmp_path)
+    (tmp_path / "quality.json").write_text("{")
+    with pytest.raises(ValueError, match=r"quality\.json must be a file of rainfusion quality .* got no JSON"):
+        comparison.read(tmp_path)
+    (tmp_path / "quality.json").write_text('{"settings": {}, "about": {}, "rows": [{"name": "base"}]}')
+    with pytest.raises(ValueError, match=r"got rows with other fields: .*'name'"):
+        comparison.read(tmp_path)
 
 
 def test_a_method_of_the_same_name_that_does_something_else_is_measured_again():

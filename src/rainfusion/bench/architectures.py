@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_STRIDE = 16  # pixels a token in each direction: an 8x VAE and patches of 2, or a 16x VAE
-_FRAME_STRIDE = 4  # frames a latent frame, after the first
+_STRIDE = 16  # pixels that a token covers in each direction: an 8x VAE and patches of 2, or a 16x VAE
+_FRAME_STRIDE = 4  # frames that a latent frame covers, after the first, which stands alone
 
 
 class Size(NamedTuple):
+    """Pixels and frames of a clip, or of an image where there is one frame."""
+
     height: int
     width: int
     frames: int
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Tokens: 720 x 1280 pixels, 81 frames -> (21, 45, 80)."""
+        """Tokens in time, height and width: 720 x 1280 pixels and 81 frames give (21, 45, 80)."""
         return (self.frames - 1) // _FRAME_STRIDE + 1, self.height // _STRIDE, self.width // _STRIDE
 
     def __str__(self) -> str:
@@ -41,30 +43,33 @@ class Model:
     """A transformer as its repository configures it, and the call that its pipeline makes."""
 
     name: str
-    class_name: str  # in diffusers
+    class_name: str  # the name of its class in diffusers
     config: Config
     stacks: tuple[str, ...]  # the entries of the config that count blocks
-    billions: float  # of parameters
+    billions: float  # how many billions of parameters it has
     inputs: Inputs
     size: Size
-    text_tokens: int  # that take part in self-attention
-    forwards: int  # of a denoising step: two with classifier-free guidance
-    steps: int  # of a run, as its repository has it
+    text_tokens: int  # text tokens that take part in self-attention
+    forwards: int  # forwards in a denoising step: two with classifier-free guidance
+    steps: int  # denoising steps of a whole run, as its repository has it
     sparsity: float
     note: str = ""
 
     def config_of(self, layers: int | None) -> dict[str, Any]:
-        """With at most `layers` blocks of each kind."""
+        """The configuration with at most `layers` blocks of each kind; None keeps all of them."""
         fewer = {} if layers is None else {key: min(layers, self.config[key]) for key in self.stacks}
         return {**self.config, **fewer}
 
     def layers(self, layers: int | None = None) -> int:
+        """How many blocks there are, with at most `layers` of each kind."""
         return sum(self.config_of(layers)[key] for key in self.stacks)
 
     def tokens(self, size: Size) -> int:
+        """The length of self-attention, text included."""
         return self.text_tokens + math.prod(size.grid)
 
     def check(self, size: Size, layers: int | None) -> None:
+        """Raises ValueError, in the words of the command line, for a size or a number of layers it cannot have."""
         for name, pixels in (("--height", size.height), ("--width", size.width)):
             if pixels < _STRIDE or pixels % _STRIDE:
                 near = max(_STRIDE, round(pixels / _STRIDE) * _STRIDE)
@@ -82,7 +87,7 @@ class Model:
 
 
 def _wan_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The text, 512 tokens padded with zeros, is only attended to across."""
+    """The call of Wan. Its text of 512 tokens, padded with zeros, is only used by cross-attention."""
     like: Any = dict(device=device, dtype=dtype)
     t, h, w = size.grid
     _, patch_h, patch_w = config["patch_size"]
@@ -94,7 +99,7 @@ def _wan_inputs(config: Config, size: Size, device: torch.device, dtype: torch.d
 
 
 def _qwen_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """One prompt has no padding, and then the pipeline passes no mask."""
+    """The call of Qwen-Image. A single prompt has no padding, so that the pipeline passes no mask."""
     like: Any = dict(device=device, dtype=dtype)
     return dict(
         hidden_states=torch.randn(1, math.prod(size.grid), config["in_channels"], **like),
@@ -106,6 +111,7 @@ def _qwen_inputs(config: Config, size: Size, device: torch.device, dtype: torch.
 
 
 def _flux_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The call of FLUX.1-dev, with the places of its tokens."""
     like: Any = dict(device=device, dtype=dtype)
     _, h, w = size.grid
     rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
@@ -122,11 +128,14 @@ def _flux_inputs(config: Config, size: Size, device: torch.device, dtype: torch.
 
 
 def _hunyuan15_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Text to video without text to draw: of 1000 prompt tokens a quarter is used, glyphs and image are all padding."""
+    """The call of HunyuanVideo 1.5 for a video from text alone.
+
+    Of 1000 prompt tokens a quarter is used; those of glyphs to draw and of an image are all padding.
+    """
     like: Any = dict(device=device, dtype=dtype)
     latents = config["out_channels"]
     video = torch.randn(1, config["in_channels"], *size.grid, **like)
-    video[:, latents:] = 0  # the first frame and its mask: none
+    video[:, latents:] = 0  # these channels are for a given first frame and its mask, and there is none
     prompt_mask = torch.zeros(1, 1000, **like)
     prompt_mask[:, :256] = 1
     return dict(
@@ -276,11 +285,11 @@ MODELS = {
 def build(
     model: Model, layers: int | None, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> tuple[nn.Module, float]:
-    """-> the transformer, and how many billions of parameters it has. They never exist but on the device."""
+    """Returns the transformer, and how many billions of parameters it has. They never exist but on the device."""
     with _parameters_on_meta():
         transformer: nn.Module = getattr(import_module("diffusers"), model.class_name)(**model.config_of(layers))
     _fill(transformer, device, dtype, seed)
-    transformer.to(device)  # the buffers: tables of RoPE, which are made as ever and keep their dtype
+    transformer.to(device)  # moves the buffers: tables of RoPE, which are made as ever and keep their dtype
     return transformer.eval(), sum(parameter.numel() for parameter in transformer.parameters()) / 1e9
 
 
@@ -301,7 +310,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _fill(transformer: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Norms are the identity, biases zero, and every product keeps the size of its input."""
-    kept = set(getattr(transformer, "_keep_in_fp32_modules", None) or ())  # what diffusers loads in fp32, as it does
+    kept = set(getattr(transformer, "_keep_in_fp32_modules", None) or ())  # diffusers loads these in fp32
     generator = torch.Generator(device).manual_seed(seed)
     for path, module in transformer.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

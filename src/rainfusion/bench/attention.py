@@ -23,8 +23,9 @@ from torch import Tensor
 import rainfusion
 from rainfusion.bench import contest, results, timing
 from rainfusion.bench.contest import device_name
-from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.inputs import Precision, SparseType, attention_inputs, call_arguments
 from rainfusion.bench.memory import peak_memory
+from rainfusion.bench.pictures import Panel
 from rainfusion.bench.results import Row
 from rainfusion.bench.shapes import SHAPES, Shape
 from rainfusion.bench.verification import verify
@@ -37,7 +38,7 @@ _CPU_REPEATS, _GPU_REPEATS = 5, 50
 
 @dataclass(frozen=True)
 class Result:
-    """One row. Times are medians in milliseconds; the speed-up is None where the result was found wrong."""
+    """One row of the table. Times are medians in milliseconds; a result that was found wrong has no speed-up."""
 
     shape: str
     device: str
@@ -56,7 +57,7 @@ class Result:
     error_to_float64: float  # relative L2 over the same blocks: what the arithmetic loses
     allowed_error: float
     right: bool
-    peak_mb: float | None  # of the sparse call, its output included
+    peak_mb: float | None  # the most that the sparse call held, its output included
     torch: str
     rainfusion: str
 
@@ -65,12 +66,12 @@ class Result:
 def measure(
     shape: Shape,
     *,
-    sparse_type: str = "rf_v2",
+    sparse_type: SparseType = "rf_v2",
     sparsity: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     backend: str = "auto",
-    precision: str = "native",
+    precision: Precision = "native",
     batch: int | None = None,
     heads: int | None = None,
     repeats: int = 5,
@@ -126,7 +127,7 @@ def measure(
     )
 
 
-def _layout(shape: Shape, sparse_type: str) -> TokenLayout:
+def _layout(shape: Shape, sparse_type: SparseType) -> TokenLayout:
     if sparse_type != "rf_v2":
         return TokenLayout.build(shape.seq_len)
     return TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len)
@@ -162,7 +163,7 @@ def format_results(found: Sequence[Result]) -> str:
 
 
 def default_shapes(device: torch.device) -> list[Shape]:
-    """Seconds each on a CPU; the real sizes elsewhere."""
+    """The shapes that are measured without names: on a CPU those that take seconds, elsewhere the real ones."""
     return [shape for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
 
 
@@ -173,29 +174,31 @@ class Plan:
     shapes: Sequence[Shape]
     device: torch.device
     dtype: torch.dtype
-    sparse_types: Sequence[str] = ("rf_v2",)
-    sparsities: Sequence[float | None] = (None,)  # None: the shape's own
-    precisions: Sequence[str] = ("native",)
+    sparse_types: Sequence[SparseType] = ("rf_v2",)
+    sparsities: Sequence[float | None] = (None,)  # None stands for the shape's own
+    precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
-    batch: int | None = None  # None: the shape's own
+    batch: int | None = None  # None stands for the shape's own, here and for the heads
     heads: int | None = None
-    repeats: int | None = None  # None: more on a GPU
-    seconds: float = 2.0  # for each contender on each shape, on a GPU
+    repeats: int | None = None  # None stands for 5 rounds on a CPU and 50 on a GPU
+    seconds: float = 2.0  # the time of each contender on each shape, on a GPU
     seed: int = 0
     flex: bool = False
     as_json: bool = False
     csv: Path | None = None
     plot: Path | None = None
-    panels: Sequence[str] | None = None  # of the plot
+    panels: Sequence[Panel] | None = None  # what to plot; None stands for all that there is
 
     @property
     def rounds(self) -> int:
+        """How often each call is timed, at most."""
         if self.repeats is not None:
             return self.repeats
         return _GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS
 
     @property
-    def jobs(self) -> list[tuple[Shape, str, float | None]]:
+    def jobs(self) -> list[tuple[Shape, SparseType, float | None]]:
+        """Every shape with every sparse type and every sparsity."""
         return list(product(self.shapes, self.sparse_types, self.sparsities))
 
 
@@ -206,7 +209,7 @@ def run(plan: Plan) -> int:
 
 
 def _run_pair(plan: Plan) -> int:
-    """Dense and sparse."""
+    """Times torch's dense attention and one sparse call for each job."""
     found = []
     jobs = list(product(plan.jobs, plan.precisions))
     with Progress("bench", len(jobs), "call") as progress:
@@ -238,11 +241,11 @@ def _run_pair(plan: Plan) -> int:
 
 
 def _run_contest(plan: Plan) -> int:
-    """All contenders. Rows go to the file after every call, so that a run which is cut short leaves what it has."""
+    """Times all contenders for each job. Rows are kept after every job, so that one which is cut short leaves some."""
     if plan.csv is not None and plan.csv.exists():
         results.read(plan.csv)  # a file of another kind is refused before the work, not after
     rows: list[Row] = []
-    remarks: dict[str, list[str]] = {}  # -> the shapes that they concern
+    remarks: dict[str, list[str]] = {}  # remark -> the shapes that it concerns
     broken = False
     with Progress("bench", len(plan.jobs), "call") as progress:
         progress.note("matmul")
@@ -267,7 +270,7 @@ def _run_contest(plan: Plan) -> int:
             )
             if plan.device.type == "cuda":
                 gc.collect()
-                torch.cuda.empty_cache()  # of the graphs
+                torch.cuda.empty_cache()  # frees the memory of CUDA graphs
             rows += outcome.rows
             broken = broken or bool(outcome.broken)
             for kind_of, about in (("left out", outcome.left_out), ("BROKEN", outcome.broken)):
@@ -319,7 +322,7 @@ def _heading(rows: Sequence[Row], plan: Plan) -> str:
     )
 
 
-def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as_json: bool) -> int:
+def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[Panel] | None, as_json: bool) -> int:
     """The rows of a file as a picture, a table or JSON, without measuring anything."""
     rows = results.read(csv)
     if plot is not None:
@@ -331,7 +334,7 @@ def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as
     return 0
 
 
-def _draw(rows: Sequence[Row], path: Path, panels: Sequence[str] | None, notes: TextIO) -> None:
+def _draw(rows: Sequence[Row], path: Path, panels: Sequence[Panel] | None, notes: TextIO) -> None:
     from rainfusion.bench.pictures import speedup_figure
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,19 +30,20 @@ from rainfusion.bench import results, timing
 from rainfusion.bench.architectures import MODELS, Model, Size, build
 from rainfusion.bench.baselines import first_line
 from rainfusion.bench.contest import device_name, versions
+from rainfusion.bench.inputs import Precision, SparseType
 from rainfusion.bench.results import form
 from rainfusion.progress import Progress
 from rainfusion.table import table
 
-REPEATS = 3  # timed forwards, where the caller does not say
+REPEATS = 3  # forwards that are timed, where the caller does not say
 LEAST_TOKENS = 1024  # shorter sequences that attend to themselves are text, not the picture
 
 # ---------------------------------------------------------------------------------------------------------------------
 # attention in a dense forward
 
 
-def dense_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """torch's own attention, cuDNN first where it can."""
+def dense_kernels(device: torch.device) -> AbstractContextManager[object]:
+    """Inside this, torch's own attention takes cuDNN's kernel where it can."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -57,7 +58,7 @@ class AttentionMeter(TorchFunctionMode):
     def __init__(self, device: torch.device, least_tokens: int) -> None:
         super().__init__()
         self.device, self.least_tokens = device, least_tokens
-        self.lengths: list[int] = []  # of the calls that count
+        self.lengths: list[int] = []  # tokens of each call that counts
         self._marks: list[tuple[Any, Any]] = []
 
     def __torch_function__(
@@ -87,7 +88,7 @@ class AttentionMeter(TorchFunctionMode):
         return time.perf_counter()
 
     def milliseconds(self) -> float:
-        """Of all calls that counted."""
+        """The time of all calls that counted, together."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return float(sum(start.elapsed_time(end) for start, end in self._marks))
@@ -119,16 +120,16 @@ KEY = (
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One way to run one model at one size. None where there is nothing to say; no speed-up where it went wrong."""
+    """One way to run one model at one size. A number is None where there is nothing to say."""
 
     gpu: str
     model: str
     height: int
     width: int
     frames: int
-    layers: int  # that were built
-    all_layers: int  # of the model
-    tokens: int  # of self-attention
+    layers: int  # blocks that were built
+    all_layers: int  # blocks that the whole model has
+    tokens: int  # the length of self-attention
     dtype: str
     compiled: bool
     attention: str  # "dense", "rf_v2" or "ada_bsa"
@@ -138,28 +139,30 @@ class ModelRow:
     torch: str
     triton: str
     diffusers: str
-    density: float | None  # mean over layers
-    seconds: float  # of a forward, median
-    low_seconds: float  # quartiles
-    high_seconds: float
+    density: float | None  # the mean over layers
+    seconds: float  # the median time of a forward
+    low_seconds: float  # the lower quartile
+    high_seconds: float  # the upper quartile
     rounds: int
-    forwards: int  # of a denoising step
+    forwards: int  # forwards in a denoising step
     step_seconds: float
-    speedup: float | None  # against the dense forwards of the same run
-    attention_share: float | None  # of the dense forward, that goes into self-attention
-    sparse_calls: int  # of attention, in one forward
-    dense_calls: int
-    peak_gb: float | None  # weights included
-    error_to_dense: float | None  # relative L2 of the output, with random weights
-    right: bool  # the output is finite
-    measured: str  # UTC
+    speedup: float | None  # how much faster than the dense forwards of the same run; None where it went wrong
+    attention_share: float | None  # the part of a dense forward's time that is self-attention
+    sparse_calls: int  # attention calls of one forward that were sparse
+    dense_calls: int  # attention calls of one forward that were dense
+    peak_gb: float | None  # the most memory that was held, weights included
+    error_to_dense: float | None  # relative L2 difference of the outputs, with random weights
+    right: bool  # whether the output is finite
+    measured: str  # the time of measurement, in UTC
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """What a later measurement must have in common to replace this row."""
         return tuple(getattr(self, name) for name in KEY)
 
     @property
     def size(self) -> Size:
+        """Height, width and frames together."""
         return Size(self.height, self.width, self.frames)
 
 
@@ -203,17 +206,17 @@ _COLUMNS: dict[str, Callable[[ModelRow, int | None], str]] = {  # heading -> the
 
 @dataclass(frozen=True)
 class Job:
-    """One model at one size."""
+    """One model at one size, and the ways to run it."""
 
     model: Model
     size: Size
     device: torch.device
     dtype: torch.dtype
-    layers: int | None = None  # None: all
-    sparse_types: Sequence[str] = ("rf_v2",)
-    precisions: Sequence[str] = ("native",)
+    layers: int | None = None  # None stands for all
+    sparse_types: Sequence[SparseType] = ("rf_v2",)
+    precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
-    sparsity: float | None = None  # None: the model's own
+    sparsity: float | None = None  # None stands for the model's own
     repeats: int = REPEATS
     seed: int = 0
     compiled: bool = False
@@ -221,14 +224,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
+    """What measuring one model found."""
+
     rows: list[ModelRow] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # way to run -> why
-    broken: dict[str, str] = field(default_factory=dict)  # the same for what should have run
+    left_out: dict[str, str] = field(default_factory=dict)  # way to run that was refused -> why
+    broken: dict[str, str] = field(default_factory=dict)  # way to run that should have worked -> what went wrong
     remarks: list[str] = field(default_factory=list)
 
 
 class _Ran(NamedTuple):
-    """A few forwards of one way to run."""
+    """What a few forwards of one way to run gave."""
 
     out: Tensor
     time: timing.Timing
@@ -240,7 +245,7 @@ def measure(
     tell: Callable[[str], None] = lambda _: None,
     keep: Callable[[ModelRow], None] = lambda _: None,
 ) -> Outcome:
-    """Builds the model, runs it dense and then sparse in each precision. `keep` gets every row when it is there."""
+    """Builds the model, runs it dense and then sparse in each precision. `keep` is called with every row at once."""
     measurement = _Measurement(job, tell, keep)
     with torch.inference_mode(), dense_kernels(job.device):
         measurement.attempt("dense", measurement.meter)
@@ -257,14 +262,14 @@ class _Measurement:
     def __init__(self, job: Job, tell: Callable[[str], None], keep: Callable[[ModelRow], None]) -> None:
         self.job, self.tell, self.keep = job, tell, keep
         self.outcome = Outcome()
-        self.reference: Tensor | None = None  # the dense output
+        self.reference: Tensor | None = None  # the output of a dense forward
         self.dense_seconds: float | None = None
         self.attention_ms, self.attention_calls = 0.0, 0
         tell("weights")
-        import_module("diffusers")  # seconds that are not the weights'
+        import_module("diffusers")  # takes seconds, which are not to count for the weights
         start = time.perf_counter()
         transformer, billions = build(job.model, job.layers, job.device, job.dtype, job.seed)
-        self.transformer: Any = transformer  # with methods of diffusers
+        self.transformer: Any = transformer  # it has methods of diffusers that nn.Module does not
         _synchronize(job.device)
         seconds = time.perf_counter() - start
         self.outcome.remarks.append(f"{billions:.2f} billion random parameters, made in {seconds:.1f} s")
@@ -272,7 +277,7 @@ class _Measurement:
         self.inputs = job.model.inputs(job.model.config, job.size, job.device, job.dtype)
 
     def attempt(self, name: str, work: Callable[[], None], may_refuse: bool = False) -> None:
-        """A way to run that is refused or breaks leaves the others alone; the exit status tells."""
+        """Runs one way. If it is refused or breaks, the others still run, and the exit status tells."""
         try:
             work()
         except Exception as error:
@@ -283,11 +288,12 @@ class _Measurement:
         _free(self.job.device)
 
     def forward(self) -> Tensor:
+        """One forward of the transformer as it is now."""
         out: Tensor = self.transformer(**self.inputs, return_dict=False)[0]
         return out
 
     def meter(self) -> None:
-        """Attention in a dense forward that is not compiled, after one that warms up if there is time for several."""
+        """Times the attention of a dense forward that is not compiled, after a warm-up if there is time for several."""
         if self.job.repeats > 1:
             self.tell("dense, warm-up")
             self.forward()
@@ -297,13 +303,14 @@ class _Measurement:
         self.attention_ms, self.attention_calls = meter.milliseconds(), len(meter.lengths)
 
     def run_dense(self) -> None:
+        """Times dense forwards and adds their row."""
         ran = self._run("dense", None if self.job.compiled else self.reference)
         self.reference, self.dense_seconds = ran.out, ran.time.ms / 1000
         share = self.attention_ms / ran.time.ms if self.attention_calls else None
         self._add(ran, attention="dense", density=1.0, dense_calls=self.attention_calls, attention_share=share)
 
-    def run_sparse(self, sparse_type: str, precision: str) -> None:
-        """Every step and every length is sparse here, whatever a pipeline would leave dense."""
+    def run_sparse(self, sparse_type: SparseType, precision: Precision) -> None:
+        """Times sparse forwards and adds their row. Steps and lengths that `enable` leaves dense are sparse here."""
         sparsity = self.job.model.sparsity if self.job.sparsity is None else self.job.sparsity
         with rainfusion.enabled(
             self.transformer,
@@ -334,7 +341,7 @@ class _Measurement:
         )
 
     def _run(self, name: str, out: Tensor | None = None) -> _Ran:
-        """`out`: of a forward that has warmed up already."""
+        """Times forwards, after one that warms up unless its output is given as `out`."""
         device, clock = self.job.device, timing.clock_for(self.job.device)
         if out is None:
             self.tell(f"{name}, warm-up")
@@ -401,6 +408,7 @@ class _Measurement:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
+    """|out - exact| / |exact| over all elements."""
     return float((out.float() - exact.float()).norm() / exact.float().norm())
 
 
@@ -461,7 +469,7 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
 
 
 def show(csv: Path, names: Sequence[str], *, steps: int | None = None, as_json: bool = False) -> int:
-    """Rows of these models from a file, without measuring anything."""
+    """Prints the rows that a file has of these models, and measures nothing."""
     rows = [row for row in results.read(csv, ModelRow) if row.model in names]
     if not rows:
         raise ValueError(f"{csv} must have rows of {', '.join(names)}, got none")
@@ -470,7 +478,7 @@ def show(csv: Path, names: Sequence[str], *, steps: int | None = None, as_json: 
 
 
 def _forget(job: Job) -> None:
-    """Compiled blocks and freed memory, before the next model."""
+    """Drops compiled blocks and hands freed memory back, before the next model."""
     if job.compiled:
         torch.compiler.reset()
     _free(job.device)

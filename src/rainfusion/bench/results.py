@@ -36,7 +36,7 @@ VERSIONS = ("rainfusion", "torch", "triton")
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one call. None where there is nothing to say; no speed-up where the result was wrong."""
+    """One contender on one call. A number is None where there is nothing to say; a wrong result has no speed-up."""
 
     gpu: str
     shape: str
@@ -54,32 +54,34 @@ class Row:
     triton: str
     density: float
     ms: float
-    low_ms: float  # quartiles
-    high_ms: float
+    low_ms: float  # the lower quartile
+    high_ms: float  # the upper quartile
     rounds: int
-    tflops: float  # on the kept blocks
-    matmul_tflops: float | None  # of an 8192^3 bf16 product, in the same run
-    speedup: float | None  # against the best dense baseline of the same run
-    speedup_cudnn: float | None
+    tflops: float  # TFLOP/s, counted on the kept blocks
+    matmul_tflops: float | None  # TFLOP/s of an 8192^3 bf16 product in the same run
+    speedup: float | None  # how much faster than the best dense baseline of the same run
+    speedup_cudnn: float | None  # how much faster than cuDNN in the same run
     around_percent: float | None  # what the call takes beyond the kernel, in percent of the kernel
-    peak_mb: float | None  # beyond inputs and output
+    peak_mb: float | None  # the most memory that was held beyond inputs and output
     error_to_dense: float | None  # relative L2: what skipping blocks changes
     error_to_float64: float | None  # relative L2 over the same blocks: what the arithmetic loses
-    allowed_error: float | None
-    right: bool
-    measured: str  # UTC
+    allowed_error: float | None  # the most that `error_to_float64` may be
+    right: bool  # whether it is not; True where nothing could be checked
+    measured: str  # the time of measurement, in UTC
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """What a later measurement must have in common to replace this row."""
         return tuple(getattr(self, name) for name in KEY)
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """The key without versions."""
+        """The key without versions: what was measured, whoever measured it."""
         return tuple(getattr(self, name) for name in KEY if name not in VERSIONS)
 
     @property
     def matmul_share(self) -> float | None:
+        """Its TFLOP/s as a share of those of a matrix product."""
         return None if self.matmul_tflops is None else self.tflops / self.matmul_tflops
 
 
@@ -89,13 +91,15 @@ class Keyed(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def key(self) -> tuple[Any, ...]: ...
+    def key(self) -> tuple[Any, ...]:
+        """What a later row must have in common to replace this one."""
 
 
 R = TypeVar("R", bound=Keyed)
 
 
 def columns(kind: type[Keyed]) -> tuple[str, ...]:
+    """The columns of a file of such rows."""
     return tuple(field.name for field in fields(kind))
 
 
@@ -104,6 +108,7 @@ def read(path: Path) -> list[Row]: ...
 @overload
 def read(path: Path, kind: type[R]) -> list[R]: ...
 def read(path: Path, kind: Any = Row) -> list[Any]:
+    """The rows of a file. ValueError says what is wrong with one of another kind, and in which line."""
     with open(path, newline="") as file:
         lines = list(csv.reader(file))
     names = columns(kind)
@@ -138,7 +143,7 @@ def merge(old: Iterable[R], new: Iterable[R]) -> list[R]:
 
 
 def update(path: Path, new: Sequence[R]) -> None:
-    """Reads, merges and writes the file, in one step for whoever reads it meanwhile."""
+    """Merges new rows into a file. Whoever reads it meanwhile finds the old file or the new one, never a part."""
     if not new:
         return
     kind = type(new[0])
@@ -159,13 +164,13 @@ def _text(value: Any) -> str:
 
 
 def rounded(row: R) -> R:
-    """As it comes back from a file, so that keys agree."""
+    """A row as it comes back from a file, so that its key is found there."""
     kind, types = type(row), get_type_hints(type(row))
     return kind(*(_parse(_text(getattr(row, name)), types[name]) for name in columns(kind)))
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows that differ in versions only, the one measured last."""
+    """Of rows that differ in versions only, keeps the one measured last."""
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         other = latest.get(row.setting)

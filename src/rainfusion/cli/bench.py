@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rainfusion import backends, checks
 from rainfusion.bench.architectures import MODELS, Model, Size
+from rainfusion.bench.inputs import SparseType
 from rainfusion.bench.models import REPEATS
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 from rainfusion.cli import arguments, outputs
@@ -181,7 +183,7 @@ def _run_attention(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Those that shapes and models share."""
+    """Checks the numbers that shapes and models share."""
     arguments.check_counts(args, "repeats")
     arguments.check_seed(args)
     if args.sparsity is not None:
@@ -199,16 +201,14 @@ def _check_outputs(args: argparse.Namespace) -> None:
             raise ValueError(f"--plot must be another file than the one with the rows, got {str(args.plot)!r} for both")
 
 
-def _sparse_types(args: argparse.Namespace) -> list[str]:
-    """What is named twice is measured once."""
-    names = list(dict.fromkeys(args.sparse_type.split(",")))
-    for name in names:
-        checks.choice("--sparse-type", name, ("rf_v2", "ada_bsa"))
-    return names
+def _sparse_types(args: argparse.Namespace) -> list[SparseType]:
+    """The types that --sparse-type names; one that is named twice is measured once."""
+    names = dict.fromkeys(args.sparse_type.split(","))
+    return [checks.choice("--sparse-type", name, get_args(SparseType)) for name in names]
 
 
 def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[float | None]]:
-    """What was asked for. No shapes stand for those of the device, and a sparsity of None for each shape's own."""
+    """The shapes and sparsities asked for. No shapes stand for those of the device, None for a shape's own sparsity."""
     shapes = [SHAPES[name] for name in dict.fromkeys(args.names)]
     if args.latent_shape:
         shapes.append(_own_shape(args))

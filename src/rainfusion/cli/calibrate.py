@@ -57,10 +57,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for more samples")
     parser.add_argument("--samples", type=int, metavar="N", help=f"of the lab model (default: {LAB_SAMPLES})")
     parser.add_argument("--steps", type=int, help="default: the pipeline's own; 8 will do")
-    parser.add_argument("--height", type=int, help="default: the pipeline's own")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--frames", type=int)
-    parser.add_argument("--guidance", type=float)
+    parser.add_argument("--height", type=int, help="default: the pipeline's own; the side of the lab's squares")
+    parser.add_argument("--width", type=int, help="default: the pipeline's own")
+    parser.add_argument("--frames", type=int, help="default: the pipeline's own")
+    parser.add_argument("--guidance", type=float, help="default: the pipeline's own")
     parser.add_argument("--token-order", default="window", metavar="ORDER", help="window, raster or mindiesd")
     parser.add_argument("--predictor", choices=checks.PREDICTORS, default=best["predictor"])
     parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
@@ -144,12 +144,12 @@ class Plan:
     sparsity: float
     out: Path
     device: torch.device
-    options: Mapping[str, Any]  # of `enable`: token_order, predictor, compensate, first_frame
+    options: Mapping[str, Any]  # keywords of `enable`: token_order, predictor, compensate, first_frame
     prompts: Sequence[str] = ()
-    count: int = LAB_SAMPLES  # of the lab's prompts
-    call: Mapping[str, Any] = field(default_factory=dict)  # of the pipeline: num_inference_steps, height, ...
+    count: int = LAB_SAMPLES  # how many prompts the lab draws
+    call: Mapping[str, Any] = field(default_factory=dict)  # keywords of the pipeline: num_inference_steps, height, ...
     dtype: torch.dtype = torch.bfloat16
-    weights: Path | None = None  # of the lab model; None: those of the repository
+    weights: Path | None = None  # a file of a lab model; None stands for that of the repository
 
 
 def calibrate(plan: Plan) -> int:
@@ -170,7 +170,7 @@ def calibrate(plan: Plan) -> int:
 
 
 def report(profile: Profile) -> list[str]:
-    """Sparsities by layer, the least and the most sparse head of each."""
+    """A table of sparsities by layer, with the least and the most sparse head of each."""
     rows = [
         (name, f"{sum(heads) / len(heads):.3f}", f"{min(heads):.3f}", f"{max(heads):.3f}")
         for name, heads in profile.sparsities.items()
@@ -241,7 +241,7 @@ def _bars_in_terminals_only() -> Iterator[None]:
 
 
 def _draw(profile: Profile, path: Path) -> None:
-    """Sparsity by layer and head, as a picture, where matplotlib is installed."""
+    """Draws sparsities by layer and head, where matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

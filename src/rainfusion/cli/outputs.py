@@ -24,7 +24,7 @@ def check_file(option: str, path: Path, *, example: str) -> None:
     _make_folder(option, path.parent)
     if path.exists():
         try:
-            with open(path, "ab"):  # to append nothing
+            with open(path, "ab"):  # nothing is appended
                 pass
         except OSError as error:
             raise ValueError(

@@ -24,12 +24,12 @@ PROMPT = (
     "cyan square, from bottom right, up left, anticlockwise"
 )
 GIF, SHEET = "side_by_side.gif", "frames.png"
-GAIN = 3  # of the difference, to be seen
+GAIN = 3  # how much the difference is enlarged, to be seen
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to sample. Frames and size None: the model's own. Weights None: those of the repository."""
+    """What to sample. None stands for the model's own frames and size, and for the weights of the repository."""
 
     out: Path
     device: torch.device
@@ -56,6 +56,7 @@ class Plan:
             raise ValueError(f"--dense-steps must be in 0..{most} for {self.steps} steps, got {self.dense_steps}")
 
     def sparse(self) -> Attend:
+        """The sparse attention to compare, with the options of `enable`."""
         guided = self.guidance != 1
         return Attend(
             ours("rf_v2", **checks.RECOMMENDED),
@@ -67,7 +68,7 @@ class Plan:
 
 
 class Watched:
-    """An attention that measures itself: seconds in each step."""
+    """An attention that measures how many seconds it takes in each step."""
 
     def __init__(self, attention: lab.Attention, tick: Callable[[], None]) -> None:
         self.attention, self.tick = attention, tick
@@ -81,7 +82,7 @@ class Watched:
         return out
 
     def total(self, first: int = 0) -> float:
-        """From a step on."""
+        """The seconds of all steps from `first` on."""
         return sum(seconds for step, seconds in self.seconds.items() if step >= first)
 
 
@@ -91,11 +92,12 @@ class Sample:
 
     clip: Tensor
     seconds: float
-    attention: float  # of them
-    attention_later: float  # of them, after the dense steps
+    attention: float  # the part of the seconds that attention took
+    attention_later: float  # the part that it took after the dense steps
 
 
 def run(plan: Plan) -> int:
+    """Samples, prints what it took and how near sparse comes, and writes the pictures."""
     prompt = lab.parse(plan.prompt)
     model = lab.load(plan.weights, device=plan.device)
     _introduce(plan, model, prompt)
@@ -114,7 +116,7 @@ def run(plan: Plan) -> int:
 
 
 def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
-    """First calls import and compile: they are not measured. On GPUs in full size: kernels are compiled for shapes."""
+    """Makes first calls, unmeasured: they import and compile. On GPUs in full size, since kernels are for one shape."""
     once = replace(plan, steps=1, dense_steps=0)
     if plan.device.type == "cpu":
         once = replace(once, frames=2, size=32)

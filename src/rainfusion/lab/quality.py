@@ -31,10 +31,10 @@ from rainfusion.lab.metrics import METRICS
 from rainfusion.lab.model import DiT, Place, dense
 from rainfusion.progress import Progress
 
-BATCH = 8  # prompts at a time
-CAPTURED = 3  # steps, of whose layers all calls are captured
+BATCH = 8  # prompts that are sampled at a time
+CAPTURED = 3  # steps whose attention calls are captured, in all layers
 _HALVINGS = 16
-_CLOSE_ENOUGH = 5e-4  # of a density
+_CLOSE_ENOUGH = 5e-4  # a density that is so near to its target ends the search
 
 
 class Call(NamedTuple):
@@ -56,12 +56,12 @@ class Plan:
     prompts: int = 16
     steps: int = 24
     guidance: float = 2.5
-    frames: int | None = None  # None: the model's own
+    frames: int | None = None  # None stands for the model's own, here and for the size
     size: int | None = None
     dense_steps: int = 0
     methods: Sequence[Method] = methods.METHODS
-    backend: str | None = None  # None: the fastest kernel of the device
-    weights: Path | None = None  # None: those of the repository
+    backend: str | None = None  # None stands for the fastest of the device
+    weights: Path | None = None  # None stands for those of the repository
     seed: int = 0
     out: Path | None = None
     resume: bool = False
@@ -69,11 +69,12 @@ class Plan:
 
     @property
     def guided(self) -> bool:
+        """Whether samples have two branches."""
         return self.guidance != 1.0
 
 
 class Job(NamedTuple):
-    """A row to come."""
+    """A row that is to be measured: a method, and a density or a nominal sparsity."""
 
     method: Method
     target: float | None
@@ -81,13 +82,14 @@ class Job(NamedTuple):
 
     @property
     def row(self) -> Row:
+        """The row without its results."""
         name, family, signature = self.method.name, self.method.family, self.method.signature
         emulated = self.method.rule is not None
         return Row(name, family, signature, target=self.target, nominal=self.nominal, emulated=emulated)
 
 
 def jobs(plan: Plan) -> list[Job]:
-    """A method at one density after the other. At a nominal sparsity: where it is the method's knob, and the bounds."""
+    """The rows to measure: each method at every density; at a nominal sparsity bounds, and those of ours it can set."""
     found = [Job(SAME, None, None)]
     for method in plan.methods:
         found += [Job(method, density, None) for density in plan.densities]
@@ -124,12 +126,13 @@ def run(plan: Plan) -> int:
 
 
 def show(folder: Path) -> int:
-    """The table and the picture of an earlier run; measures nothing."""
+    """Prints the table and draws the picture of an earlier run, and measures nothing."""
     _finish(results.read(folder), folder)
     return 0
 
 
 def list_methods(chosen: Sequence[Method] = methods.METHODS) -> int:
+    """Prints a line for each method."""
     width = max(len(method.name) for method in chosen)
     for method in chosen:
         print(f"{method.name.ljust(width)}  {method.family:5}  {_about(method)}", flush=True)
@@ -156,15 +159,16 @@ class Study:
         self.dense_row = replace(
             Job(DENSE, None, None).row, density=1.0, recall=1.0, seconds=seconds, **self._metrics(self.reference)
         )
-        self._masses: dict[Any, list[Tensor]] = {}  # of the captured calls, by order
-        self._ready: dict[str, Method] = {}  # by name
-        self._latest: tuple[Method, list[rules.Choice]] | None = None  # its densities come one after the other
+        self._masses: dict[Any, list[Tensor]] = {}  # order of tokens -> the attention mass of each captured call
+        self._ready: dict[str, Method] = {}  # name -> the method with its budgets
+        # The choices of the latest method are kept, since its densities come one after the other.
+        self._latest: tuple[Method, list[rules.Choice]] | None = None
 
     def measure(self, job: Job) -> tuple[Row, Tensor | None]:
-        """A row and its first clip. Whatever goes wrong is in the row, and the others go on."""
+        """Measures a row and returns it with its first clip. What goes wrong is in the row, and the others go on."""
         try:
             return self._measure(job)
-        except Exception as error:  # the exit status tells
+        except Exception as error:  # the row has it, and the exit status tells
             return replace(job.row, error=f"{type(error).__name__}: {error}".splitlines()[0]), None
 
     def _measure(self, job: Job) -> tuple[Row, Tensor | None]:
@@ -214,7 +218,7 @@ class Study:
         return self._latest[1]
 
     def _recall(self, method: Method, amount: float) -> float | None:
-        """Of a mask that is predicted in the call itself."""
+        """The share of attention mass that a method keeps, if it predicts in the call itself."""
         if method.every > 1:
             return None
         if method.family == "dense":
@@ -234,7 +238,7 @@ class Study:
         return range(0, len(self.prompts), BATCH)
 
     def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
-        """A batch on the CPU: the device has finished."""
+        """Samples a batch and returns it on the CPU, so that the device has finished."""
         return lab.sample(
             self.model,
             self.prompts[first : first + BATCH],
@@ -247,7 +251,7 @@ class Study:
         ).cpu()
 
     def _warm_up(self, attention: lab.Attention) -> None:
-        """A first step compiles kernels and fills caches; on a CPU there are none."""
+        """Makes a first step, which compiles kernels and fills caches; on a CPU there are none."""
         if self.plan.device.type != "cpu":
             self._sample(attention, 0, steps=self.plan.dense_steps + 1)
 
@@ -261,7 +265,7 @@ class Study:
 
 
 def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> list[Call]:
-    """The calls of all layers, in a few steps of a dense sample."""
+    """The attention calls of all layers, in a few steps of a dense sample."""
     steps = spread(range(plan.dense_steps, plan.steps), CAPTURED)
     calls = []
 
@@ -284,7 +288,7 @@ def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> 
 
 
 def spread(numbers: range, count: int) -> list[int]:
-    """`count` of them, from the middles of equal parts: 1, 4, 6 of 0 ... 7."""
+    """So many of the numbers, from the middles of equal parts: three of 0 ... 7 are 1, 4 and 6."""
     return sorted({numbers[(2 * i + 1) * len(numbers) // (2 * count)] for i in range(count)})
 
 
@@ -329,7 +333,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _begin(study: Study) -> Comparison:
-    """What a file holds already, or nothing yet; its settings must be these."""
+    """A comparison with the rows that a file holds already, if its settings are these."""
     plan = study.plan
     settings = dict(
         prompts=plan.prompts,
@@ -396,14 +400,14 @@ def _draw(found: Comparison, path: Path) -> None:
         results.figure(found).savefig(path)
     except ImportError:
         print(f"no {path.name}: pip install matplotlib, then rainfusion quality --show {path.parent}", flush=True)
-    except ValueError as error:  # every row may be out of reach, or dense
+    except ValueError as error:  # there is nothing to draw where every row is dense or out of reach
         print(f"no {path.name}: {error}", flush=True)
     else:
         print(f"wrote {path}", flush=True)
 
 
 def _draw_sheets(found: Comparison, clips: dict[tuple[str, str], Tensor], dense_clip: Tensor, out: Path) -> None:
-    """For each density the first prompt's frames: dense, and of each family the best, and our first."""
+    """Draws the frames of the first prompt at each density: dense, our first method, and the best of each family."""
     from rainfusion.lab.pictures import contact_sheet
 
     for at in dict.fromkeys(row.at for row in found.rows if row.family != "dense"):

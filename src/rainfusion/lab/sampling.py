@@ -13,18 +13,18 @@ from torch import Tensor
 from rainfusion.lab.data import EMPTY
 from rainfusion.lab.model import Attention, DiT, dense
 
-SHIFT = 2.0
+SHIFT = 2.0  # moves times towards the noise
 STEPS = 24
 
 
 def times(steps: int, shift: float = SHIFT) -> Tensor:
-    """From 1 to 0 [steps + 1], with more of them near the noise where shift > 1."""
+    """Times from 1 to 0, [steps + 1]; with a shift above 1 more of them are near the noise."""
     even = torch.linspace(1, 0, steps + 1)
     return shift * even / (1 + (shift - 1) * even)
 
 
 def noise(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """[B, *shape], drawn on the CPU: the same on every device, and for a clip whatever else is in its batch."""
+    """Noise [B, *shape], drawn on the CPU: the same on every device, and for a clip whatever else is in its batch."""
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(count)]
     return torch.stack(drawn)
 
@@ -68,7 +68,7 @@ def sample(
 def _velocity(
     model: DiT, x: Tensor, time: float, prompts: Tensor, attention: Attention, step: int, guidance: float
 ) -> Tensor:
-    """Both branches in one batch; bf16 on GPUs."""
+    """The velocity of clips, both branches of guidance in one batch; in bf16 on GPUs."""
     guided = guidance != 1.0
     if guided:
         x, prompts = torch.cat([x, x]), torch.cat([prompts, torch.full_like(prompts, EMPTY)])
