@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rainfusion import BlockMask, checks, sparse_attention
-from rainfusion.backends import hopper, triton
+from rainfusion import BlockMask, backends, pipeline, sparse_attention
+from rainfusion.backends import Request
 from rainfusion.bench.shapes import SHAPES
-from rainfusion.layout import cached_layout
-from rainfusion.prediction import budgets
+from rainfusion.options import RECOMMENDED
+from rainfusion.planning import planned
 
-BACKENDS: dict[str, Any] = {"hopper": hopper, "triton": triton}
+BACKENDS = ("hopper", "triton")
 
 
 def main() -> None:
@@ -33,7 +34,8 @@ def main() -> None:
     size = (shape.batch, args.heads or shape.heads, shape.seq_len, shape.head_dim)
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     grid = list(shape.latent_shape) if shape.latent_shape else None
-    call = dict(sparse_type="rf_v2", sparsity=shape.sparsity, latent_shape_q=grid, txt_len=shape.txt_len)
+    call: dict[str, Any] = dict(sparse_type="rf_v2", sparsity=shape.sparsity)
+    call.update(latent_shape_q=grid, txt_len=shape.txt_len, **(RECOMMENDED if args.recommended else {}))
     print(f"{torch.cuda.get_device_name()}, {args.shape} {list(size)} bf16, torch {torch.__version__}", flush=True)
     with torch.inference_mode():
         _kernels(q, k, v, call, args)
@@ -45,38 +47,33 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argpar
     """The attention kernel alone: TFLOP/s on the kept blocks."""
     mask = random_mask(q, k, args.density)
     kept = int(mask.counts.sum(dtype=torch.int64))
-    flops = 4.0 * q.shape[3] * mask.block_size**2 * kept
-    rows = triton.heavy_first(mask)
-    layout = _layout(q, call)
-    for backend, precision in ((name, p) for name in args.backend for p in args.precision):
-        if precision not in BACKENDS[backend].PRECISIONS:
+    flops = 4.0 * q.shape[3] * mask.q_block * mask.k_block * kept
+    for name, precision in ((name, p) for name in args.backend for p in args.precision):
+        backend: Any = backends.get(name)
+        if precision not in backend.PRECISIONS:
             continue
-        keys = _prepare(backend, precision, k, v, layout)
-
-        def attend(backend: str = backend, keys: Any = keys) -> None:
-            BACKENDS[backend].attend_blocks(
-                q, keys, mask, rows, layout, scale=q.shape[3] ** -0.5, is_causal=False, inner_precise=0,
-                return_lse=False,
-            )  # fmt: skip
-
-        ms, best = median(attend, args.seconds)
-        print(f"{backend} kernel, {precision}, {args.density:.0%} of the blocks: {ms:.3f} ms, "
-              f"{flops / ms / 1e9:.0f} TFLOP/s (best {flops / best / 1e9:.0f})", flush=True)  # fmt: skip
+        request = _request(q, k, v, call, precision, name)
+        keys = backend.prepare(request)
+        ms, best = median(partial(backend.attend, request, keys, mask), args.seconds)
+        print(
+            f"{name} kernel, {precision}, {args.density:.0%} of the blocks: {ms:.3f} ms, "
+            f"{flops / ms / 1e9:.0f} TFLOP/s (best {flops / best / 1e9:.0f})",
+            flush=True,
+        )
 
 
 def _around(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse.Namespace) -> None:
     """What comes before the kernel."""
-    layout = _layout(q, call)
+    hopper, triton = backends.get("hopper"), backends.get("triton")
     for precision in args.precision:
-        ms, _ = median(lambda p=precision: _prepare("hopper", p, k, v, layout), args.seconds)  # type: ignore[misc]
+        ms, _ = median(partial(hopper.prepare, _request(q, k, v, call, precision, "hopper")), args.seconds)
         print(f"gather k and v, {precision}: {ms:.3f} ms", flush=True)
-    ms, _ = median(lambda: triton.block_means(q, layout), args.seconds)
-    print(f"pool q: {ms:.3f} ms", flush=True)
-    options = checks.options(q, k, predicts=True, **call)
-    keys = triton.prepare(k, v, layout, None, None, pool=1)
-    numbers = budgets.numbers(options, q.shape[2], k.shape[2])
-    both, _ = median(lambda: triton.choose_blocks(q, keys, None, layout, layout, None, options, numbers), args.seconds)
-    print(f"scores, best blocks and lists: {both - ms:.3f} ms", flush=True)
+    request = _request(q, k, v, call, "native", "triton")
+    keys = triton.prepare(request)
+    ms, _ = median(partial(triton.scores, request, keys), args.seconds)
+    print(f"pool q and score: {ms:.3f} ms", flush=True)
+    both, _ = median(partial(pipeline.predict, request, triton, keys), args.seconds)
+    print(f"best blocks and lists: {both - ms:.3f} ms", flush=True)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse.Namespace) -> None:
@@ -90,8 +87,12 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse
         ms, _ = median(
             lambda p=precision: sparse_attention(q, k, v, **call, precision=p, return_mask=True), args.seconds
         )  # type: ignore[misc]
-        print(f"whole call, {precision}, sparsity {call['sparsity']}, density {mask.density():.3f}: {ms:.3f} ms, "
-              f"{dense / ms:.2f}x", flush=True)  # fmt: skip
+        host = host_time(partial(sparse_attention, q, k, v, **call, precision=precision, return_mask=True))
+        print(
+            f"whole call, {precision}, sparsity {call['sparsity']}, density {mask.density():.3f}: {ms:.3f} ms, "
+            f"{dense / ms:.2f}x; host {host:.3f} ms",
+            flush=True,
+        )
 
 
 def random_mask(q: Tensor, k: Tensor, density: float) -> BlockMask:
@@ -121,14 +122,19 @@ def median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
-def _layout(q: Tensor, call: dict[str, Any]) -> Any:
-    spec = checks.layout_spec(q.shape[2], call["latent_shape_q"], call["txt_len"], None, "window", 128)
-    return cached_layout(spec, q.device)
+def host_time(call: Callable[[], object]) -> float:
+    """Milliseconds until the call returns, while the device still works: the median of 20 after 3 to warm up."""
+    times: list[float] = []
+    for _ in range(23):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[3:])
 
 
-def _prepare(backend: str, precision: str, k: Tensor, v: Tensor, layout: Any) -> Any:
-    extra = {} if precision == "native" else {"precision": precision}
-    return BACKENDS[backend].prepare(k, v, layout, None, None, pool=1, **extra)
+def _request(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], precision: str, backend: str) -> Request:
+    return pipeline.request_for(*planned(q, k, v, **call, precision=precision, backend=backend))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--density", type=float, default=0.2, help="of the random masks (default: 0.2)")
     parser.add_argument("--precision", nargs="+", default=["native", "int8", "fp8"], help="default: native int8 fp8")
     parser.add_argument("--backend", nargs="+", default=["hopper", "triton"], choices=BACKENDS, help="default: both")
+    parser.add_argument("--recommended", action="store_true", help="with the options that `enable` has")
     parser.add_argument("--heads", type=int, help="instead of the shape's own")
     parser.add_argument("--seconds", type=float, default=2.0, help="at most so long for each stage (default: 2)")
     return parser

@@ -113,11 +113,11 @@ def try_one(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace, loc
 def measure(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of the attention kernel with this tile, and whether its result is right."""
     import rainfusion
-    from rainfusion import checks, pipeline
     from rainfusion.backends.triton.kernels import tuning
     from rainfusion.bench import timing
     from rainfusion.bench.contest import kernel_alone
     from rainfusion.bench.verification import verify
+    from rainfusion.planning import planned
 
     tuning.attention_tile = lambda *_: tile
     device = torch.device("cuda")
@@ -125,14 +125,13 @@ def measure(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace) -> 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, args.heads, tokens, head_dim, device=device, dtype=DTYPES[dtype]) for _ in range(3))
     call_arguments = dict(sparse_type="rf_v2", sparsity=args.sparsity, latent_shape_q=GRID, latent_shape_k=GRID)
-    options = checks.options(q, k, predicts=True, **call_arguments)
-    call = kernel_alone(q, k, v, options, "triton")
+    inputs, plan = planned(q, k, v, backend="triton", **call_arguments)
+    call = kernel_alone(inputs, plan)
     out = call()  # compiles
     torch.cuda.synchronize()
     with _alone(args.lock):
         mask = rainfusion.predict_mask(q, k, backend="triton", **call_arguments)
-        layout, _ = pipeline.layouts(q, k, options)
-        verdict = verify(q, k, v, out, mask, layout, slack=3.0)
+        verdict = verify(q, k, v, out, mask, plan.layouts[0], slack=3.0)
         (result,) = timing.take_turns([[call]], timing.clock_for(device), repeats=50, seconds=0.4)
     return dict(ms=result.ms, right=verdict.right, error=verdict.error)
 
@@ -169,7 +168,7 @@ def report(trials: list[Trial], capability: tuple[int, int] | str) -> str:
             where = f"{head_dim}, {itemsize}" if capability == "hip" else f"{capability}, {head_dim}, {itemsize}"
             lines.append(f"    ({where}, Tile({', '.join(map(str, ran[0].tile))})),")
     name = "_HIP_TILES" if capability == "hip" else "_TILES"
-    return "\n".join([*parts, f"\nfor {name} in rainfusion/kernels/tuning.py:", *lines])
+    return "\n".join([*parts, f"\nfor {name} in rainfusion/backends/triton/kernels/tuning.py:", *lines])
 
 
 if __name__ == "__main__":

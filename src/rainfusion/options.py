@@ -58,6 +58,10 @@ class MethodOptions(TypedDict, total=False):
     keep_recent: bool
 
 
+# of rf_v2, beside its sparsity; `sparse_attention` itself has the values of the published method
+RECOMMENDED: MethodOptions = dict(predictor="submeans", compensate=True, first_frame="free")
+
+
 @dataclass(frozen=True)
 class Method:
     """How key blocks are chosen and attended. Without arguments: dense; `recommended` is what `enable` starts from.
@@ -138,11 +142,10 @@ class Method:
     @classmethod
     def recommended(cls, **changes: Unpack[MethodOptions]) -> Method:
         """What gave the best samples for their time (docs/quality.md), with changes: where `enable` starts."""
-        compensated = changes.get("sparse_type") != "ada_bsa"
-        defaults: MethodOptions = dict(
-            sparse_type="rf_v2", sparsity=None, predictor="submeans", compensate=compensated, first_frame="free"
-        )
-        return cls(**{**defaults, **changes})  # type: ignore[arg-type] # lists become tuples in __post_init__
+        base = {"sparse_type": "rf_v2", "sparsity": None, **RECOMMENDED}
+        if changes.get("sparse_type") == "ada_bsa":
+            base["compensate"] = False
+        return cls(**{**base, **changes})  # type: ignore[arg-type] # lists become tuples in __post_init__
 
     @classmethod
     def known(cls, **options: Any) -> Method:

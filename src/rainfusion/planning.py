@@ -184,6 +184,14 @@ def plan(call: Call, shapes: Shapes) -> Plan:
     )
 
 
+def planned(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Unpack[CallOptions]
+) -> tuple[Inputs, Plan]:
+    """A call of `sparse_attention` [B, N, S, D] up to its plan, for those who run its stages one by one."""
+    inputs = check(q, k, v, attn_mask, input_layout="BNSD")
+    return inputs, plan(ask_flat(inputs, **options), inputs.shapes)  # type: ignore[misc] # no head_num
+
+
 def runs_dense(call: Call, shapes: Shapes) -> bool:
     """Whether torch's attention runs because nothing is skipped: what a compiler may know while it traces."""
     return call.backend == "auto" and call.keeps_everything and not call.return_lse and not dense.why_not(call, shapes)

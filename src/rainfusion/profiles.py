@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rainfusion import checks
+from rainfusion.options import Method
 
 FORMAT = "rainfusion profile 1"
-OPTIONS: dict[str, Callable[[Any], object]] = {  # what budgets depend on -> its check
-    "token_order": lambda value: checks.order_and_window(value, 128),
-    "predictor": lambda value: checks.choice("predictor", value, tuple(checks.PREDICTORS)),
-    "compensate": lambda value: checks.flag("compensate", value),
-    "first_frame": lambda value: checks.choice("first_frame", value, checks.FIRST_FRAMES),
-}
+OPTIONS = ("token_order", "predictor", "compensate", "first_frame")  # what budgets depend on
 _KINDS: dict[str, Any] = {"sparsities": Mapping, "sparsity": (int, float), "options": Mapping}  # that a file must have
 _MOST_CHARACTERS = 300  # of a part of a message that comes from a file
 _MOST_NAMES = 3  # of a list in a message
@@ -28,7 +23,7 @@ _MOST_NAMES = 3  # of a list in a message
 
 @dataclass(frozen=True)
 class Profile:
-    """sparsities[layer][head], protected blocks counted in (`exact_budget`); their mean is `sparsity`.
+    """`sparsities[layer][head]`, protected blocks counted in (`exact_budget`); their mean is `sparsity`.
 
     Whatever is wrong with them is a ValueError that says what, in a few words however large the profile is.
 
@@ -129,11 +124,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise ValueError(f"options must be some of {', '.join(OPTIONS)}, got {_names(unknown)}")
-    for name, value in options.items():
-        try:
-            OPTIONS[name](value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(_cut(str(error))) from None
+    try:
+        Method(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(_cut(str(error))) from None
 
 
 def _names(names: Iterable[object]) -> str:

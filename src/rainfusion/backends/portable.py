@@ -32,8 +32,9 @@ from rainfusion.prediction import compensation
 from rainfusion.prediction.stages import prepare, scores, select
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
 
-__all__ = ["SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+__all__ = ["READS_BACK", "SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
 
+READS_BACK = True
 # of two cores of a Zen 4 server, in fp32; see `crossover`
 SPEEDS = {"cpu": {"native": Speed(165e9, 20e-6, 120e9, 10e9, 1e-3)}}
 

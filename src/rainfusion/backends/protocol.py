@@ -95,6 +95,11 @@ class Backend(Protocol):
         """By type of device and precision; where there is none, nothing was measured."""
         ...
 
+    @property
+    def READS_BACK(self) -> bool:
+        """Whether it waits for values from the device, so that no CUDA graph can hold it."""
+        ...
+
     def why_not(self, call: Call, shapes: Shapes) -> str | None:
         """Why this backend cannot run the call, or None if it can: read after the backend's name."""
         ...

@@ -7,18 +7,19 @@ beforehand), the whole call, and the whole call replayed from a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import rainfusion
-from rainfusion import backends, checks, pipeline
+from rainfusion import backends, pipeline
 from rainfusion.bench import baselines, timing
 from rainfusion.bench.baselines import Baseline, Call, Setting, first_line
 from rainfusion.bench.inputs import Precision, SparseType, attention_inputs, call_arguments
@@ -27,9 +28,9 @@ from rainfusion.bench.results import Row
 from rainfusion.bench.shapes import Shape
 from rainfusion.bench.verification import QUANTISED_ERROR, Verdict, verify
 from rainfusion.blockmask import BlockMask
-from rainfusion.checks import Options
+from rainfusion.calls import Inputs
 from rainfusion.layout import TokenLayout
-from rainfusion.prediction import budgets
+from rainfusion.planning import Plan, planned
 
 _BASELINE_SLACK = 3.0  # other libraries round in other places: this finds a wrong setup, not a lost bit
 _CHECKED_ROWS = 12  # blocks of rows that are computed again in float64
@@ -70,50 +71,25 @@ def dense_tflop(q: Tensor, k: Tensor) -> float:
 
 def kept_tflop(mask: BlockMask, head_dim: int) -> float:
     """4 D and the area of the kept blocks: q k^T and p v over them, each of them counted whole."""
-    return 4 * head_dim * mask.block_size**2 * int(mask.counts.sum(dtype=torch.int64)) / 1e12
+    return 4 * head_dim * mask.q_block * mask.k_block * int(mask.counts.sum(dtype=torch.int64)) / 1e12
 
 
-def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str) -> Call:
-    """The attention kernel as a call, with everything that comes before the kernel done beforehand.
-
-    The one place that knows the stages of `backends.triton` and `backends.hopper`.
-    """
-    backend: Any = import_module(f"rainfusion.backends.{runner}")
-    q_layout, k_layout = pipeline.layouts(q, k, options)
-    extra = {} if options.precision == "native" else {"precision": options.precision}
-    mask = None
-    numbers = budgets.numbers(options, q.shape[2], k.shape[2])
-    if options.strategy == "ada_bsa":  # it predicts from k as it is, before k may be quantised
-        mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
-    with backends.triton.device_guard(q):
-        keys = backend.prepare(
-            k,
-            v,
-            k_layout,
-            None,
-            None,
-            pool=backends.triton.pooled_parts(mask, options),
-            stand_ins=options.compensate,
-            **extra,
-        )
-        mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
+def kernel_alone(inputs: Inputs, plan: Plan) -> Call:
+    """The attention kernel as a call, with everything that comes before the kernel done beforehand."""
+    request, backend = pipeline.request_for(inputs, plan), backends.get(plan.backend)
+    with _on_device(inputs.q):
+        keys = backend.prepare(request)
+        mask = pipeline.predict(request, backend, keys)
 
     def call() -> Tensor:
-        with backends.triton.device_guard(q):
-            out, _ = backend.attend_blocks(
-                q,
-                keys,
-                mask,
-                rows,
-                q_layout,
-                scale=options.scale,
-                is_causal=options.is_causal,
-                inner_precise=options.inner_precise,
-                return_lse=False,
-            )
-        return out  # type: ignore[no-any-return]
+        with _on_device(inputs.q):
+            return backend.attend(request, keys, mask)[0]
 
     return call
+
+
+def _on_device(q: Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
 
 
 def replayed(call: Call, device: torch.device) -> Call:
@@ -202,38 +178,32 @@ class _Contest:
         copies = timing.copies_needed(first, timing.cache_bytes(self.device))
         q, k, v = first
         self.sets = [first, *((q.clone(), k.clone(), v.clone()) for _ in range(copies - 1))]
-        self.layout, _ = pipeline.layouts(q, k, self._options("native"))
+        self.layout = planned(q, k, v, **self.kwargs)[1].layouts[0]
         self.reference = F.scaled_dot_product_attention(q, k, v)
-
-    def _options(self, precision: str) -> Options:
-        q, k, _ = self.sets[0]
-        return checks.options(q, k, predicts=True, precision=precision, **self.kwargs)
 
     # -----------------------------------------------------------------------------------------------------------------
     # ours
 
     def enter_ours(self, backend: str, precisions: Sequence[Precision]) -> None:
         """Enters our kernel, the whole call and its CUDA graph in each precision, and notes those that cannot run."""
-        q, k, v = self.sets[0]
         refusals: list[str] = []
         for precision in precisions:
             try:
-                runner = backends.choose(backend, q, k, v, None, self._options(precision))
+                _, plan = planned(*self.sets[0], **self.kwargs, precision=precision, backend=backend)
             except ValueError as error:
                 refusals.append(str(error))
                 self.left_out[f"ours in {precision}"] = str(error)
                 continue
-            self._enter_precision(runner, precision)
+            self._enter_precision(plan.backend, precision)
         if len(refusals) == len(precisions):
             raise ValueError(refusals[0])
 
     def _enter_precision(self, runner: str, precision: str) -> None:
         kwargs = {**self.kwargs, "backend": runner, "precision": precision}
         whole: list[Call] = [partial(rainfusion.sparse_attention, *qkv, **kwargs) for qkv in self.sets]
-        options = self._options(precision)
         mask: BlockMask | None = None
         stages: dict[str, Callable[[], list[Call]]] = {
-            "kernel": lambda: [kernel_alone(*qkv, options, runner) for qkv in self.sets],
+            "kernel": lambda: [kernel_alone(*planned(*qkv, **kwargs)) for qkv in self.sets],
             "call": lambda: whole,
             "graph": lambda: [replayed(call, self.device) for call in whole],
         }
@@ -253,9 +223,10 @@ class _Contest:
                 self.broken[f"{name} in {precision}"] = first_line(error)
 
     def _why_no_stage(self, stage: str, runner: str) -> str | None:
-        if stage == "kernel" and runner not in backends.FUSED:
+        reads_back = backends.get(runner).READS_BACK
+        if stage == "kernel" and reads_back:
             return "it has no kernel to time alone"
-        if stage == "graph" and runner not in backends.FUSED:
+        if stage == "graph" and reads_back:
             return "it reads counts back from the device, which a CUDA graph cannot hold"
         if stage == "graph" and self.device.type != "cuda":
             return f"CUDA graphs need a CUDA device, got {self.device.type}"

@@ -15,6 +15,7 @@ import rainfusion
 from rainfusion.bench import pictures, synthetic
 from rainfusion.bench.inputs import SparseType
 from rainfusion.layout import TokenLayout
+from rainfusion.options import TokenOrder, sides
 
 MASK, ORDER = FILES = ("mask.png", "order.png")
 
@@ -35,8 +36,8 @@ def run(
     latent_shape: Sequence[int],
     *,
     txt_len: int,
-    token_order: str | Sequence[int],
-    block_size: int,
+    token_order: TokenOrder | Sequence[int],
+    block_size: int | tuple[int, int],
     sparse_type: SparseType,
     sparsity: float,
     cdf_threshold: float,
@@ -48,7 +49,7 @@ def run(
 ) -> int:
     """Prints the order of a grid's tokens and the masks of two heads, and draws all of them into the folder `out`."""
     seq_len = txt_len + math.prod(latent_shape)
-    layout = TokenLayout.build(seq_len, latent_shape, txt_len, None, token_order, block_size)
+    layout = TokenLayout.build(seq_len, latent_shape, txt_len, None, token_order, sides(block_size)[0])
     if tensors is None:
         latent = synthetic.video_latent(latent_shape)
         q, k, _ = synthetic.video_qkv(latent, heads, head_dim, txt_len=txt_len)

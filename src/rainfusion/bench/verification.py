@@ -54,7 +54,7 @@ def verify(
     """
     batch, heads, _, _ = q.shape
     shared = heads // k.shape[1]
-    size = mask.block_size
+    q_size, k_size = mask.q_block, mask.k_block
     generator = torch.Generator().manual_seed(0)
     picks = torch.stack(
         [torch.randint(n, (rows,), generator=generator) for n in (batch, heads, mask.num_q_blocks)], 1
@@ -62,9 +62,9 @@ def verify(
     picks[-1][2] = mask.num_q_blocks - 1  # the last block is checked always: it may be ragged
     exact, ours, torchs = [], [], []
     for b, h, row in picks:
-        queries = layout.order[row * size : (row + 1) * size]
+        queries = layout.order[row * q_size : (row + 1) * q_size]
         blocks = mask.indices[b, h, row, : int(mask.counts[b, h, row])].long()
-        positions = (blocks[:, None] * size + torch.arange(size, device=q.device)).flatten()
+        positions = (blocks[:, None] * k_size + torch.arange(k_size, device=q.device)).flatten()
         keys = layout.order[positions[positions < layout.seq_len]]
         part = (q[b, h, queries], k[b, h // shared, keys], v[b, h // shared, keys])
         exact.append(_attention_in_float64(*part))

@@ -14,6 +14,7 @@ from rainfusion.bench.models import REPEATS
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
+from rainfusion.options import PRECISIONS
 
 _DESCRIPTION = """\
 Times dense and sparse attention in one run, after checking a few rows against float64.
@@ -97,7 +98,7 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
     what.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
     what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's or model's own)")
-    what.add_argument("--precision", nargs="+", default=["native"], choices=checks.PRECISIONS, help="default: native")
+    what.add_argument("--precision", nargs="+", default=["native"], choices=PRECISIONS, help="default: native")
     what.add_argument("--dtype", choices=arguments.DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
     what.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     what.add_argument("--backend", default="auto", choices=["auto", *backends.NAMES], help="default: auto")

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rainfusion import backends, checks
+from rainfusion import checks
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 from rainfusion.integrations import diffusers as plugin
+from rainfusion.options import FIRST_FRAMES, PREDICTORS, TOKEN_ORDERS, Method
+from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import Profile
 from rainfusion.progress import Progress
@@ -43,7 +45,7 @@ examples:
 
 def add(commands: Commands) -> None:
     """Adds the command and its options to the parser of `rainfusion`."""
-    best = checks.RECOMMENDED
+    best = Method.recommended()
     parser = commands.add_parser(
         "calibrate",
         help="measure what each layer and head of a pipeline loses, and share out one density",
@@ -62,9 +64,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--frames", type=int, help="default: the pipeline's own")
     parser.add_argument("--guidance", type=float, help="default: the pipeline's own")
     parser.add_argument("--token-order", default="window", metavar="ORDER", help="window, raster or mindiesd")
-    parser.add_argument("--predictor", choices=checks.PREDICTORS, default=best["predictor"])
-    parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best["compensate"])
-    parser.add_argument("--first-frame", choices=checks.FIRST_FRAMES, default=best["first_frame"])
+    parser.add_argument("--predictor", choices=PREDICTORS, default=best.predictor)
+    parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, default=best.compensate)
+    parser.add_argument("--first-frame", choices=FIRST_FRAMES, default=best.first_frame)
     parser.add_argument("--dtype", choices=arguments.DTYPES, help="of the pipeline (default: bf16)")
     parser.add_argument("--weights", type=Path, metavar="FILE", help=arguments.WEIGHTS)
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     checks.fraction("--sparsity", args.sparsity, zero=False)
-    checks.choice("--token-order", args.token_order, checks.TOKEN_ORDERS)
+    checks.choice("--token-order", args.token_order, TOKEN_ORDERS)
     arguments.check_counts(args, "steps", "height", "width", "frames", "samples")
     arguments.check_finite(args, "guidance")
     if args.model == LAB:
@@ -191,9 +193,8 @@ def _of_lab(plan: Plan) -> Profile:
     progress = Progress("calibrate", chosen["steps"] * model.config.depth, "attention call")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        checked = checks.options(q, k, predicts=True, sparsity=plan.sparsity, **arguments_at(place), **plan.options)
-        runner = backends.choose("auto", q, k, v, None, checked)
-        recorder.add(str(place.layer), q, k, v, None, None, checked, runner)
+        options: Any = {**arguments_at(place), **plan.options}
+        recorder.add(str(place.layer), *planned(q, k, v, sparsity=plan.sparsity, **options))
         progress.advance()
         return dense(q, k, v, place)
 

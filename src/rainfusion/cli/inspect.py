@@ -8,6 +8,7 @@ from pathlib import Path
 from rainfusion import checks
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
+from rainfusion.options import checked_block_size, checked_token_order
 
 _DESCRIPTION = """\
 Shows which block each token of a grid falls into, and which blocks each head keeps: as text,
@@ -34,7 +35,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--txt-len", type=int, default=0, help="text tokens in front of the grid")
     orders = "window, mindiesd, raster, or WT WH WW"
     parser.add_argument("--token-order", nargs="+", default=["window"], metavar="ORDER", help=orders)
-    parser.add_argument("--block-size", type=int, default=128, choices=checks.BLOCK_SIZES, help="default: 128")
+    sizes = "128, 64, or QUERIES KEYS: 128 64, 128 32 (default: 128)"
+    parser.add_argument("--block-size", type=int, nargs="+", default=[128], metavar="N", help=sizes)
     parser.add_argument("--sparse-type", default="rf_v2", choices=["rf_v2", "ada_bsa"], help="default: rf_v2")
     parser.add_argument("--sparsity", type=float, default=0.8, help="share of blocks to skip (default: 0.8)")
     parser.add_argument("--cdf-threshold", type=float, default=1.0, help="ada_bsa (default: 1.0)")
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     return inspection.run(
         args.latent_shape,
         txt_len=args.txt_len,
-        token_order=order,
-        block_size=args.block_size,
+        token_order=checked_token_order(order, (128, 128)),
+        block_size=checked_block_size(args.block_size if len(args.block_size) > 1 else args.block_size[0]),
         sparse_type=args.sparse_type,
         sparsity=args.sparsity,
         cdf_threshold=args.cdf_threshold,

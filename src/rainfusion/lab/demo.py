@@ -16,6 +16,7 @@ import rainfusion
 from rainfusion import checks, lab
 from rainfusion.lab import metrics, pictures
 from rainfusion.lab.methods import Attend, ours
+from rainfusion.options import RECOMMENDED
 from rainfusion.progress import Progress
 from rainfusion.table import table
 
@@ -59,7 +60,7 @@ class Plan:
         """The sparse attention to compare, with the options of `enable`."""
         guided = self.guidance != 1
         return Attend(
-            ours("rf_v2", **checks.RECOMMENDED),
+            ours("rf_v2", **RECOMMENDED),
             1 - self.sparsity,
             "auto",
             guided=guided,

@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rainfusion import checks
 from rainfusion.api import predict_mask, sparse_attention
 from rainfusion.autocast import own_precision
 from rainfusion.blockmask import BlockMask
@@ -26,6 +25,8 @@ from rainfusion.lab import rules
 from rainfusion.lab.model import Grid, Place, arguments_at, dense
 from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
+from rainfusion.options import RECOMMENDED, TokenOrder, Window
+from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
 
 Family = Literal["dense", "ours", "rule", "bound"]
@@ -34,12 +35,12 @@ KNOBS: dict[Knob, Callable[[float], float]] = {  # argument of sparse_attention 
     "sparsity": lambda amount: 1 - amount,
     "cdf_threshold": lambda amount: amount,
     "target_error": lambda amount: 1 - amount,
-    "profile": lambda amount: 1 - amount,  # a sparsity that layers and heads share, see `Method.calibrated`
+    "profile": lambda amount: 1 - amount,  # a sparsity that layers and heads share, see `Candidate.calibrated`
 }
 
 
 @dataclass(frozen=True)
-class Method:
+class Candidate:
     """A row of the comparison. Without a rule `sparse_attention` predicts by itself."""
 
     name: str
@@ -59,11 +60,11 @@ class Method:
             raise ValueError(f"knob must be one of {', '.join(KNOBS)}, got {self.knob!r}")
 
     @property
-    def token_order(self) -> str | tuple[int, ...]:
+    def token_order(self) -> TokenOrder | Window:
         """The order of tokens in its blocks."""
         if self.options.get("sparse_type", "rf_v2") == "ada_bsa":
             return "raster"
-        order: str | tuple[int, ...] = self.options.get("token_order", "window")
+        order: TokenOrder | Window = self.options.get("token_order", "window")
         return order
 
     @property
@@ -88,14 +89,14 @@ class Method:
         assert self.budgets is not None, "calibrate first"
         return {**fixed, "exact_budget": True, "sparsity": list(self.budgets(value)[str(place.layer)])}
 
-    def calibrated(self, calls: Iterable[tuple[Tensor, Tensor, Tensor, Place]], backend: str) -> Method:
+    def calibrated(self, calls: Iterable[tuple[Tensor, Tensor, Tensor, Place]], backend: str) -> Candidate:
         """The method with budgets that calls suggest: q, k, v [B, H, S, D] and their place. Other knobs need none."""
         if self.knob != "profile":
             return self
         recorder = Recorder()
         for q, k, v, place in calls:
-            options = checks.options(q, k, predicts=True, sparsity=0.5, **{**arguments_at(place), **self.options})
-            recorder.add(str(place.layer), q, k, v, None, None, options, backend)
+            options: Any = {**arguments_at(place), **self.options}
+            recorder.add(str(place.layer), *planned(q, k, v, sparsity=0.5, backend=backend, **options))
         layers = recorder.layers
         return replace(self, budgets=cache(lambda sparsity: allocate(layers, min(sparsity, highest_sparsity(layers)))))
 
@@ -121,7 +122,7 @@ class Method:
 class Attend:
     """A method at an amount, as the attention of one sample; keeps count of the blocks that it attends to."""
 
-    def __init__(self, method: Method, amount: float, backend: str, *, guided: bool = True, dense_steps: int = 0):
+    def __init__(self, method: Candidate, amount: float, backend: str, *, guided: bool = True, dense_steps: int = 0):
         self.method, self.amount, self.backend = method, amount, backend
         self.guided, self.dense_steps = guided, dense_steps
         self.kept: list[Tensor] = []  # how many blocks each call kept, on the device
@@ -158,7 +159,7 @@ class Attend:
 
 def ours(
     name: str, *, knob: Knob = "sparsity", every: int = 1, one_branch: bool = False, note: str = "", **options: Any
-) -> Method:
+) -> Candidate:
     """A method of this library.
 
     Args:
@@ -169,10 +170,10 @@ def ours(
         note: a remark for the list of methods.
         **options: keywords of `sparse_attention`.
     """
-    return Method(name, "ours", options, knob, None, every, one_branch, note)
+    return Candidate(name, "ours", options, knob, None, every, one_branch, note)
 
 
-def rule(name: str, function: Rule, *, family: Family = "rule", note: str = "", **options: Any) -> Method:
+def rule(name: str, function: Rule, *, family: Family = "rule", note: str = "", **options: Any) -> Candidate:
     """A method that chooses blocks by a function of `lab.rules` and attends to them with `sparse_attention`.
 
     Args:
@@ -182,10 +183,10 @@ def rule(name: str, function: Rule, *, family: Family = "rule", note: str = "", 
         note: a remark for the list of methods.
         **options: keywords of `sparse_attention`.
     """
-    return Method(name, family, options, rule=function, note=note)
+    return Candidate(name, family, options, rule=function, note=note)
 
 
-def select(names: Sequence[str], among: Sequence[Method] | None = None) -> list[Method]:
+def select(names: Sequence[str], among: Sequence[Candidate] | None = None) -> list[Candidate]:
     """The methods whose name is one of these or has one of these in it, in whatever case; without names all of them."""
     among = METHODS if among is None else among
     for name in names:
@@ -202,8 +203,8 @@ def select(names: Sequence[str], among: Sequence[Method] | None = None) -> list[
     ]
 
 
-DENSE = Method("dense", "dense", {}, note="torch's attention: what the others are compared with")
-SAME = Method(
+DENSE = Candidate("dense", "dense", {}, note="torch's attention: what the others are compared with")
+SAME = Candidate(
     "dense, other kernel", "dense", {}, note="every block, in the kernel of the others: the floor of rounding"
 )
 
@@ -211,7 +212,8 @@ _SPARGE, _FREE = partial(rules.sparge, form="cdf", threshold=0.1), partial(rules
 
 _FIRST = (4, 4, 8)
 _WINDOWS = (_FIRST, (2, 8, 8), (2, 4, 16), (8, 4, 4))
-_BEST: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="keys")
+_BEST: dict[str, Any] = {**RECOMMENDED}
+_KEYS = {**_BEST, "first_frame": "keys"}
 
 
 def _x(order: str | tuple[int, ...]) -> str:
@@ -247,17 +249,14 @@ METHODS = (
         for order in _WINDOWS
     ),
     *(
-        ours(f"rf_v2 {_x(order)} keys submeans compensate", **_BEST, token_order=order)
+        ours(f"rf_v2 {_x(order)} keys submeans compensate", **_KEYS, token_order=order)
         for order in (*_WINDOWS, (1, 8, 16), "raster")
     ),
-    *(
-        ours(f"rf_v2 {_x(order)} free submeans compensate", **{**_BEST, "first_frame": "free"}, token_order=order)
-        for order in _WINDOWS
-    ),
+    *(ours(f"rf_v2 {_x(order)} free submeans compensate", **_BEST, token_order=order) for order in _WINDOWS),
     ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
     ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),
     ours("rf_v2 calibrated", token_order=(4, 4, 8), knob="profile", note="budgets of layers and heads by a profile"),
-    ours("rf_v2 keys submeans compensate calibrated", token_order=(4, 4, 8), knob="profile", **_BEST),
+    ours("rf_v2 keys submeans compensate calibrated", token_order=(4, 4, 8), knob="profile", **_KEYS),
     ours("rf_v2 mask of every 4th step", token_order=(4, 4, 8), every=4),
     ours("rf_v2 mask of one branch", token_order=(4, 4, 8), one_branch=True, note="the prompted half of guidance"),
     ours("ada_bsa by cap", sparse_type="ada_bsa"),
@@ -284,7 +283,7 @@ METHODS = (
 
 
 @lru_cache(maxsize=64)
-def _layout(grid: Grid, text: int, order: str | tuple[int, ...], block_size: int, device: torch.device) -> TokenLayout:
+def _layout(grid: Grid, text: int, order: TokenOrder | Window, block_size: int, device: torch.device) -> TokenLayout:
     t, h, w = grid
     layout = TokenLayout.build(text + t * h * w, grid, text, token_order=order, block_size=block_size)
     return layout.to(device)

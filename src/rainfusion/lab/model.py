@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rainfusion.api import sparse_attention
-from rainfusion.checks import RECOMMENDED
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
+from rainfusion.options import Method, MethodOptions
 from rainfusion.profiles import Profile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 HEAD_DIM = 64
 ROTARY_PAIRS = (8, 12, 12)  # how many of the 32 pairs of a head turn with t, h and w
@@ -51,22 +54,29 @@ def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: Any) -> Attention:
+def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name it is the same
+    sparsity: float = 0.0,
+    *,
+    profile: Profile | None = None,
+    backend: str = "auto",
+    **options: Unpack[MethodOptions],
+) -> Attention:
     """An attention that calls `rainfusion.sparse_attention` as any model would.
 
     Args:
         sparsity: the share of blocks to skip.
         profile: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
-        **options: keywords of `sparse_attention`; those left out are as `enable` has them.
+        backend: as for `sparse_attention`.
+        options: the fields of `Method`; those left out are as `enable` has them.
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
-    defaults = RECOMMENDED if options.get("sparse_type") != "ada_bsa" else {}
+    method = Method.recommended(**{"sparsity": sparsity, **options})
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        budget = {"sparsity": sparsity} if profile is None else profile.arguments(str(place.layer))
-        out: Tensor = sparse_attention(q, k, v, **{**defaults, **arguments_at(place), **budget, **options})
-        return out
+        chosen = method if profile is None else replace(method, **profile.arguments(str(place.layer)))
+        grid = None if method.sparse_type is None else place.grid
+        return sparse_attention(q, k, v, method=chosen, txt_len=place.text, latent_shape_q=grid, backend=backend)
 
     return attend
 

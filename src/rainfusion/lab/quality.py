@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 import rainfusion
-from rainfusion import backends, checks, lab
+from rainfusion import lab
 from rainfusion.autocast import own_precision
 from rainfusion.bench.contest import device_name
 from rainfusion.lab import comparison as results
 from rainfusion.lab import methods, rules, weights
 from rainfusion.lab.comparison import Comparison, Row
-from rainfusion.lab.methods import DENSE, SAME, Attend, Method
+from rainfusion.lab.methods import DENSE, SAME, Attend, Candidate
 from rainfusion.lab.metrics import METRICS
 from rainfusion.lab.model import DiT, Place, dense
+from rainfusion.planning import planned
 from rainfusion.progress import Progress
 
 BATCH = 8  # prompts that are sampled at a time
@@ -59,7 +60,7 @@ class Plan:
     frames: int | None = None  # None stands for the model's own, here and for the size
     size: int | None = None
     dense_steps: int = 0
-    methods: Sequence[Method] = methods.METHODS
+    methods: Sequence[Candidate] = methods.METHODS
     backend: str | None = None  # None stands for the fastest of the device
     weights: Path | None = None  # None stands for those of the repository
     seed: int = 0
@@ -76,7 +77,7 @@ class Plan:
 class Job(NamedTuple):
     """A row that is to be measured: a method, and a density or a nominal sparsity."""
 
-    method: Method
+    method: Candidate
     target: float | None
     nominal: float | None
 
@@ -131,7 +132,7 @@ def show(folder: Path) -> int:
     return 0
 
 
-def list_methods(chosen: Sequence[Method] = methods.METHODS) -> int:
+def list_methods(chosen: Sequence[Candidate] = methods.METHODS) -> int:
     """Prints a line for each method."""
     width = max(len(method.name) for method in chosen)
     for method in chosen:
@@ -139,7 +140,7 @@ def list_methods(chosen: Sequence[Method] = methods.METHODS) -> int:
     return 0
 
 
-def _about(method: Method) -> str:
+def _about(method: Candidate) -> str:
     return f"{method.signature} ({method.note})" if method.note else method.signature
 
 
@@ -160,9 +161,9 @@ class Study:
             Job(DENSE, None, None).row, density=1.0, recall=1.0, seconds=seconds, **self._metrics(self.reference)
         )
         self._masses: dict[Any, list[Tensor]] = {}  # order of tokens -> the attention mass of each captured call
-        self._ready: dict[str, Method] = {}  # name -> the method with its budgets
+        self._ready: dict[str, Candidate] = {}  # name -> the method with its budgets
         # The choices of the latest method are kept, since its densities come one after the other.
-        self._latest: tuple[Method, list[rules.Choice]] | None = None
+        self._latest: tuple[Candidate, list[rules.Choice]] | None = None
 
     def measure(self, job: Job) -> tuple[Row, Tensor | None]:
         """Measures a row and returns it with its first clip. What goes wrong is in the row, and the others go on."""
@@ -194,7 +195,7 @@ class Study:
         )
         return row, sampled[0]
 
-    def _calibrated(self, method: Method) -> Method:
+    def _calibrated(self, method: Candidate) -> Candidate:
         if method.name not in self._ready:
             self._ready[method.name] = method.calibrated(self.calls, self.backend)
         return self._ready[method.name]
@@ -211,13 +212,13 @@ class Study:
         blocks = job.method.layout(self.calls[0].place, torch.device("cpu")).num_blocks
         return find_amount(density, job.target, 1 / blocks)
 
-    def _choices(self, method: Method) -> list[rules.Choice]:
+    def _choices(self, method: Candidate) -> list[rules.Choice]:
         if self._latest is None or self._latest[0] is not method:
             made = [method.choice(*call, self.backend, self.plan.guided) for call in self.calls]
             self._latest = (method, made)
         return self._latest[1]
 
-    def _recall(self, method: Method, amount: float) -> float | None:
+    def _recall(self, method: Candidate, amount: float) -> float | None:
         """The share of attention mass that a method keeps, if it predicts in the call itself."""
         if method.every > 1:
             return None
@@ -231,7 +232,7 @@ class Study:
         pairs = zip(self._masses[key], self._choices(method), strict=True)
         return _mean(recall(mass, choice(amount)) for mass, choice in pairs)
 
-    def _attend(self, method: Method, amount: float) -> Attend:
+    def _attend(self, method: Candidate, amount: float) -> Attend:
         return Attend(method, amount, self.backend, guided=self.plan.guided, dense_steps=self.plan.dense_steps)
 
     def _batches(self) -> range:
@@ -318,9 +319,8 @@ def recall(mass: Tensor, mask: Tensor) -> float:
 def fastest(call: Call) -> str:
     """The backend that `auto` would take for sparse attention, where it does not prefer dense."""
     q, k, v, _ = call
-    options = checks.options(q, k, predicts=True, sparse_type="rf_v2", sparsity=0.5)
     with own_precision(q.device):
-        return backends.choose("auto", q, k, v, None, options)
+        return planned(q, k, v, sparse_type="rf_v2", sparsity=0.5)[1].backend
 
 
 def _mean(values: Iterable[float]) -> float:

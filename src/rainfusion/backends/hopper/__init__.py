@@ -19,8 +19,9 @@ from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
 from rainfusion.prediction.pooling import live_blocks
 
-__all__ = ["SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+__all__ = ["READS_BACK", "SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
 
+READS_BACK = False
 # of an H200, see `crossover`
 SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 660e12, 2.0e12, 25e-6)}}
 TESTED_TRITON = ("3.6.0",)  # Gluon is experimental: other versions may compile it to something slow or wrong

@@ -32,6 +32,7 @@ from rainfusion.prediction.predictors import live_groups
 
 T = TypeVar("T")
 
+READS_BACK = False
 SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6)}}  # of an H200, see `crossover`
 MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
