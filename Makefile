@@ -3,13 +3,14 @@
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
 #   make test-gpu    the suite for an NVIDIA GPU, on a machine with one
+#   make docs        the documentation site, into site/; stops at a warning or a dead link (seconds)
 #   make bench       time named shapes on this machine
 
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-gpu bench lint clean
+.PHONY: demo test test-all test-gpu docs bench lint clean
 
 # passive: threads that wait do not spin, which would take the cores from one another on a busy machine
 demo: .venv/ready
@@ -24,6 +25,9 @@ test-all: lint
 test-gpu: .venv/ready
 	$(BIN)/pytest -m gpu
 
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: .venv/ready
 	$(BIN)/rainfusion bench
 
@@ -32,11 +36,11 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt docs/requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]" -r docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

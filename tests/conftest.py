@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from helpers import fuzz
+from rainfusion import planning
+from rainfusion.backends import crossover
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -26,3 +28,16 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def small_calls_stay_sparse(request, monkeypatch):
+    """Dense attention is faster for calls as small as those of most tests, and `auto` would take it.
+
+    Tests marked `crossover` have the library as it is.
+    """
+    if "crossover" not in request.keywords and not torch.cuda.is_available():
+        monkeypatch.setattr(crossover, "why_dense", lambda *_: None)
+        planning.plan.cache_clear()
+    yield
+    planning.plan.cache_clear()

@@ -64,22 +64,25 @@ def sparse_attention(
 
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, mask: BlockMask | None = None,
-    return_lse: Literal[True], return_mask: Literal[False] = False, **options: Unpack[CallOptions],
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, input_layout: InputLayout = "BNSD",
+    mask: BlockMask | None = None, return_lse: Literal[True], return_mask: Literal[False] = False,
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, mask: BlockMask | None = None,
-    return_lse: Literal[False] = False, return_mask: Literal[True], **options: Unpack[CallOptions],
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, input_layout: InputLayout = "BNSD",
+    mask: BlockMask | None = None, return_lse: Literal[False] = False, return_mask: Literal[True],
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, BlockMask]: ...  # fmt: skip
 
 
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, mask: BlockMask | None = None,
-    return_lse: Literal[True], return_mask: Literal[True], **options: Unpack[CallOptions],
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, input_layout: InputLayout = "BNSD",
+    mask: BlockMask | None = None, return_lse: Literal[True], return_mask: Literal[True],
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor, BlockMask]: ...  # fmt: skip
 
 
@@ -205,6 +208,7 @@ def explain(
     v: Tensor,
     attn_mask: Tensor | None = None,
     *args: Any,
+    input_layout: InputLayout = "BNSD",
     mask: BlockMask | None = None,
     return_lse: bool = False,
     return_mask: bool = False,
@@ -220,6 +224,7 @@ def explain(
         v: values.
         attn_mask: key mask.
         args: further arguments of `sparse_attention`, in its order.
+        input_layout: `"BNSD"` or `"BSND"`.
         mask: a given `BlockMask`.
         return_lse: whether the log-sum-exp is wanted, which torch's attention does not give.
         return_mask: whether the mask is wanted.
@@ -235,6 +240,8 @@ def explain(
     not with 'hopper': it needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found cpu tensors
     """
     asked = dict(mask=mask, return_lse=return_lse, return_mask=return_mask, **options)
+    if len(args) < 4:  # by position it would be the fourth
+        asked["input_layout"] = input_layout
     bound = _SIGNATURE.bind(q, k, v, attn_mask, *args, **asked)
     bound.apply_defaults()
     given = bound.arguments
@@ -396,9 +403,13 @@ def block_sparse_attention(
     """
     inputs = planning.check(q, k, v, attn_mask, mask, input_layout=input_layout)
     inputs = inputs._replace(mask=replace(mask, orders=None))  # the tokens are where the caller has put them
-    method = Method.known(block_size=mask.block_size)
     call = planning.ask_flat(
-        inputs, method=method, scale=scale, is_causal=is_causal, backend=backend, return_lse=return_lse
+        inputs,
+        block_size=mask.block_size,
+        scale=scale,
+        is_causal=is_causal,
+        backend=backend,
+        return_lse=return_lse,
     )
     out, lse, _ = _in_layout(ops.attend(inputs, call), input_layout)
     return out if lse is None else (out, lse)

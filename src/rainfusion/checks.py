@@ -80,6 +80,8 @@ def fraction(name: str, value: Any, *, zero: bool) -> float:
 
 def one_or_several_fractions(name: str, value: Any) -> float | tuple[float, ...]:
     """A number from 0 to 1, or a sequence of them: a list, a tuple, or a vector on the CPU."""
+    if isinstance(value, numbers.Real):
+        return fraction(name, value, zero=True)
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
         if isinstance(value, Tensor) and value.device.type != "cpu":
             raise ValueError(f"{name} must be a list of floats or a tensor on the CPU, got one on a device")

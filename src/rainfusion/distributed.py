@@ -15,9 +15,9 @@ which token comes where, so the shards' order goes into the layout.
 from __future__ import annotations
 
 import ctypes
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,18 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rainfusion import api, backends, checks, pipeline
-from rainfusion.autocast import own_precision
-from rainfusion.backends import crossover, dense
-from rainfusion.checks import LayoutSpec, Options
+from rainfusion import checks, pipeline, planning
+from rainfusion.backends import QueryShard
+from rainfusion.calls import Call, Inputs, Shapes
+from rainfusion.geometry import Geometry, LayoutSpec, plain_spec
 from rainfusion.layout import TokenLayout, cached_layout
+from rainfusion.options import InputLayout
+from rainfusion.planning import CallOptions, Plan
 
 if TYPE_CHECKING:  # torch may have been built without it
     from torch.distributed import ProcessGroup as Group
+    from typing_extensions import Unpack
 
 __all__ = ["ring_attention", "ulysses_attention"]
 
-_OWN = ("q", "k", "v", "attn_mask", "input_layout")  # arguments of sparse_attention that are named here too
 _REFUSED = ("mask", "return_lse", "return_mask")
 
 
@@ -48,33 +50,33 @@ def ulysses_attention(
     attn_mask: Tensor | None = None,
     *,
     group: Group | None = None,
-    input_layout: str = "BNSD",
+    input_layout: InputLayout = "BNSD",
     sizes: Sequence[int] | None = None,
     order: Tensor | None = None,
-    **kwargs: Any,
+    **options: Unpack[CallOptions],
 ) -> Tensor:
     """`sparse_attention` of a sequence in shards, each process attending with a share of the heads. Inference only.
 
     Args:
-        q, k, v: this process's tokens, all heads: `[B, N, S of this shard, D]`, or with `input_layout="BSND"`
+        q: queries of this process's tokens, all heads: `[B, N, S of this shard, D]`, or with `input_layout="BSND"`
             `[B, S of this shard, N, D]`. The numbers of heads must be divisible by the number of processes.
+        k: keys of the same tokens.
+        v: values of the same tokens.
         attn_mask: key mask `[B, S]` of the whole sequence, the same in every process.
         group: the processes, by default all.
+        input_layout: `"BNSD"` or `"BSND"`.
         sizes: the tokens of every process, by rank; they may differ. None asks the others, for which the host waits.
         order: int64 `[S]`, if the shards put together by rank are not in the model's order of tokens:
             `together.index_select(sequence, order)` is. On a GPU the host waits for its values when it first sees
             them: pass the same tensor again, or one on the CPU.
-        kwargs: the keywords of `sparse_attention`, said of the whole sequence in the model's order; all but `mask`,
+        options: the keywords of `sparse_attention`, said of the whole sequence in the model's order; all but `mask`,
             `return_lse` and `return_mask`.
 
     Returns:
         The attention of this process's queries, contiguous, in q's shape and layout: bit for bit what one process
         with the whole sequence gets.
     """
-    return attend_sharded(
-        q, k, v, attn_mask, ulysses_group=_known(group), ring_group=None, sizes=sizes, order=order,
-        attend_kwargs=kwargs, input_layout=input_layout,
-    )  # fmt: skip
+    return _attend_flat(q, k, v, attn_mask, _Mesh(_known(group), None), sizes, order, input_layout, options)
 
 
 def ring_attention(
@@ -84,25 +86,62 @@ def ring_attention(
     attn_mask: Tensor | None = None,
     *,
     group: Group | None = None,
-    input_layout: str = "BNSD",
+    input_layout: InputLayout = "BNSD",
     sizes: Sequence[int] | None = None,
     order: Tensor | None = None,
-    **kwargs: Any,
+    **options: Unpack[CallOptions],
 ) -> Tensor:
     """`sparse_attention` of a sequence in shards, each process attending with a share of the queries. Inference only.
 
-    The arguments are those of `ulysses_attention`; any number of heads goes, and `is_causal` must be False. Keys and
-    values are gathered, so every process needs the memory for all of them.
+    Keys and values are gathered, so every process needs the memory for all of them.
+
+    Args:
+        q: queries of this process's tokens, as for `ulysses_attention`; any number of heads goes.
+        k: keys of the same tokens.
+        v: values of the same tokens.
+        attn_mask: key mask `[B, S]` of the whole sequence, the same in every process.
+        group: the processes, by default all.
+        input_layout: `"BNSD"` or `"BSND"`.
+        sizes: the tokens of every process, by rank, as for `ulysses_attention`.
+        order: where the shards put together are not in the model's order, as for `ulysses_attention`.
+        options: the keywords of `sparse_attention` but `mask`, `return_lse` and `return_mask`; `is_causal` must be
+            False.
 
     Returns:
         The attention of this process's queries, contiguous, in q's shape and layout. The blocks are those that one
         process with the whole sequence chooses, and are attended with the same arithmetic; where torch's dense
         attention runs (`sparse_type=None`, `sparsity=0`), it may round a part of the queries differently.
     """
+    return _attend_flat(q, k, v, attn_mask, _Mesh(None, _known(group)), sizes, order, input_layout, options)
+
+
+def _attend_flat(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    mesh: _Mesh,
+    sizes: Sequence[int] | None,
+    order: Tensor | None,
+    input_layout: str,
+    options: CallOptions,
+) -> Tensor:
+    """`attend_sharded` with the keywords of `sparse_attention`."""
+    for name in _REFUSED:
+        if name in options:
+            raise ValueError(f"{name} must be left out: a process has a part of the sequence's mask and LSE only")
     return attend_sharded(
-        q, k, v, attn_mask, ulysses_group=None, ring_group=_known(group), sizes=sizes, order=order,
-        attend_kwargs=kwargs, input_layout=input_layout,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        attn_mask,
+        ulysses_group=mesh.ulysses,
+        ring_group=mesh.ring,
+        sizes=sizes,
+        order=order,
+        input_layout=input_layout,
+        **options,
+    )
 
 
 def attend_sharded(
@@ -115,44 +154,39 @@ def attend_sharded(
     ring_group: Group | None,
     sizes: Sequence[int] | None,
     order: Tensor | None,
-    attend_kwargs: Mapping[str, Any],
     input_layout: str,
+    head_num: int | None = None,
+    geometry: Geometry | None = None,
+    **options: Any,
 ) -> Tensor:
     """Both at once: the sequence is in shards over a mesh (ring, Ulysses), rank = ring index * Ulysses size + index.
 
     Ulysses comes first: a process then has the tokens of its ring index and a share of the heads. None leaves one out.
+    `options` are those of `planning.ask_flat` or, with `geometry`, of `planning.ask`.
     """
     if torch.compiler.is_compiling():  # a graph cannot hold what is kept between calls: it ends here, and begins after
         return torch.compiler.disable(attend_sharded)(  # type: ignore[no-any-return]
             q, k, v, attn_mask, ulysses_group=ulysses_group, ring_group=ring_group, sizes=sizes, order=order,
-            attend_kwargs=attend_kwargs, input_layout=input_layout,
+            input_layout=input_layout, head_num=head_num, geometry=geometry, **options,
         )  # fmt: skip
     mesh = _Mesh(ulysses_group, ring_group)
-    _check_keywords(attend_kwargs)
-    q, k, v = checks.tensors(input_layout, attend_kwargs.get("head_num"), q=q, k=k, v=v)
+    q, k, v = checks.tensors(input_layout, head_num, q=q, k=k, v=v)
     _check_shards(q, k, mesh.ulysses_size)
     lengths = _lengths(sizes, q, mesh)
-    call = _call(q, k, v, attn_mask, sum(lengths), order, attend_kwargs)
-    if call.options.is_causal and ring_group is not None:
-        raise ValueError("is_causal must be False in ring attention, which deals out queries; use ulysses_attention")
-
-    if call.options.target_error:
-        raise ValueError("target_error must be left out: budgets follow from queries that other processes have")
-    call = call.of_heads(q.shape[1] // mesh.ulysses_size, mesh.ulysses_rank)
-
-    per_chunk = mesh.ulysses_size
-    chunks = [sum(lengths[i : i + per_chunk]) for i in range(0, len(lengths), per_chunk)]  # by ring index
-    mine = lengths[mesh.ring_rank * per_chunk : (mesh.ring_rank + 1) * per_chunk]  # of this chunk, by Ulysses index
-    q_order, k_order = (_arrangement(spec, call.order, q.device) for spec in (call.q_spec, call.k_spec))
+    # the shapes of the whole sequence, without its values
+    all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], sum(lengths), x.shape[3]) for x in (q, k, v))
+    whole = Inputs(all_q, all_k, all_v, *checks.key_mask(attn_mask, all_q, all_k))
+    if geometry is None:
+        call = planning.ask_flat(whole, **options)
+    else:
+        call = planning.ask(whole, geometry=geometry, **options)
+    places = mesh.ulysses_size, mesh.ulysses_rank, mesh.ring_rank, ring_group is not None
+    plan = _plan(call, whole.shapes, tuple(lengths), _checked_order(order, sum(lengths)), *places)
 
     rows = (x.permute(2, 0, 1, 3) for x in (q, k, v))  # [B, H, S, D] -> [S, B, H, D]
-    q, k, v = (_split_heads(x, mine, ulysses_group) for x in rows)
-    if ring_group is None:
-        out = _attend_all(q, k, v, call, q_order, k_order)
-    else:
-        deal = _deal(call.q_spec, call.order, tuple(chunks), mesh.ring_rank, q.device)
-        out = _attend_dealt(q, k, v, call, deal, k_order, chunks, ring_group)
-    out = _join_heads(out, mine, mesh.ulysses_rank, ulysses_group)
+    q, k, v = (_split_heads(x, plan.mine, ulysses_group) for x in rows)
+    out = _attend_dealt(q, k, v, whole, plan, ring_group) if ring_group else _attend_all(q, k, v, whole, plan)
+    out = _join_heads(out, plan.mine, mesh.ulysses_rank, ulysses_group)
     return out.permute((1, 0, 2, 3) if input_layout == "BSND" else (1, 2, 0, 3)).contiguous()
 
 
@@ -183,26 +217,19 @@ class _Mesh(NamedTuple):
         return 0 if self.ring is None else dist.get_rank(self.ring)
 
 
-class _Call(NamedTuple):
-    """One call, checked, as one process with the whole sequence would make it."""
+class _ShardPlan(NamedTuple):
+    """How one process takes part in a call that is decided from the whole sequence and all heads."""
 
-    options: Options
-    runner: str
-    is_dense: bool  # torch's own attention runs
-    keep: Tensor | None  # bool [B, S] in the model's order, True where the key takes part
-    bias: Tensor | None  # [B, S] likewise
-    order: bytes | None
-    q_spec: LayoutSpec
-    k_spec: LayoutSpec
-
-    def of_heads(self, number: int, rank: int) -> _Call:
-        """For a process that attends with a share of the heads."""
-        own = self.options.head_sparsity[rank * number : (rank + 1) * number]
-        return self._replace(options=self.options._replace(head_sparsity=own))
+    plan: Plan  # with the budgets of this process's heads
+    chunks: list[int]  # tokens by ring index
+    mine: list[int]  # tokens of this chunk, by Ulysses index
+    q_order: _Arrangement
+    k_order: _Arrangement
+    deal: _Deal | None  # of queries, in ring attention
 
     @property
     def reorders(self) -> bool:
-        return self.options.strategy == "rf_v2" and not self.is_dense
+        return self.plan.method.strategy == "rf_v2" and self.plan.dense_because is None
 
 
 class _Arrangement(NamedTuple):
@@ -226,19 +253,6 @@ def _known(group: Group | None) -> Group:
     if not isinstance(whole, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup that holds this process, got {group!r}")
     return whole
-
-
-@lru_cache(maxsize=1)
-def _keywords() -> frozenset[str]:
-    return frozenset(inspect.signature(api.sparse_attention).parameters) - {*_OWN, *_REFUSED}
-
-
-def _check_keywords(kwargs: Mapping[str, Any]) -> None:
-    for name in kwargs:
-        if name in _REFUSED:
-            raise ValueError(f"{name} must be left out: a process has a part of the sequence's mask and LSE only")
-        if name not in _keywords():
-            raise TypeError(f"{name} is no keyword of sparse_attention; those are {', '.join(sorted(_keywords()))}")
 
 
 def _check_shards(q: Tensor, k: Tensor, ulysses_size: int) -> None:
@@ -277,28 +291,38 @@ def _lengths(sizes: Sequence[int] | None, q: Tensor, mesh: _Mesh) -> list[int]:
     return checked
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    length: int,
-    order: Tensor | None,
-    kwargs: Mapping[str, Any],
-) -> _Call:
-    """Checks everything, and decides what runs, from the whole sequence and all heads."""
-    q, k, v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))  # shapes, not values
-    names = kwargs.keys() - {"head_num", "backend"}
-    options = checks.options(q, k, predicts=True, **{name: kwargs[name] for name in names})
-    if options.strategy == "dense":
-        options = options._replace(block_size=128)
-    backend = kwargs.get("backend", "auto")
-    runner = backends.choose(backend, q, k, v, None, options)
-    keep, bias = checks.key_mask(attn_mask, q, k)
-    wants_dense = options.strategy == "dense" or crossover.why_dense(runner, q, k, options) is not None
-    is_dense = backend == "auto" and wants_dense and dense.why_not(q, keep, bias, options) is None
-    specs = (options.without_layout() if is_dense else options).layout_specs(length, length)
-    return _Call(options, runner, is_dense, keep, bias, _checked_order(order, length), *specs)
+@lru_cache(maxsize=1024)
+def _plan(
+    call: Call,
+    shapes: Shapes,
+    lengths: tuple[int, ...],
+    order: bytes | None,
+    ulysses_size: int,
+    ulysses_rank: int,
+    ring_rank: int,
+    is_ring: bool,
+) -> _ShardPlan:
+    """Made once for a layer's shapes: calls of other layers and steps derive nothing."""
+    if call.is_causal and is_ring:
+        raise ValueError("is_causal must be False in ring attention, which deals out queries; use ulysses_attention")
+    if call.method.target_error is not None:
+        raise ValueError("target_error must be left out: budgets follow from queries that other processes have")
+    plan = planning.plan(call, shapes)
+    if len(plan.budgets) > 1:
+        heads = shapes.q[1] // ulysses_size
+        plan = replace(plan, budgets=plan.budgets[ulysses_rank * heads : (ulysses_rank + 1) * heads])
+    q_spec, k_spec = plan.q_spec, plan.k_spec
+    if plan.dense_because is not None:
+        q_spec, k_spec = plain_spec(shapes.q_len, q_spec.block_size), plain_spec(shapes.k_len, k_spec.block_size)
+    chunks = [sum(lengths[i : i + ulysses_size]) for i in range(0, len(lengths), ulysses_size)]
+    return _ShardPlan(
+        plan,
+        chunks,
+        mine=list(lengths[ring_rank * ulysses_size : (ring_rank + 1) * ulysses_size]),
+        q_order=_arrangement(q_spec, order, shapes.device),
+        k_order=_arrangement(k_spec, order, shapes.device),
+        deal=_deal(q_spec, order, tuple(chunks), ring_rank, shapes.device) if is_ring else None,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,7 +398,7 @@ class _Deal(NamedTuple):
     to: list[int]  # how many for each
     come: list[int]  # how many come from each
     layout: TokenLayout  # of the rows that come, as they come
-    share: pipeline.Share
+    shard: QueryShard
     back: Tensor  # int64 [rows here]: where each row's result is among those that come back
 
 
@@ -404,7 +428,7 @@ def _deal(spec: LayoutSpec, order: bytes | None, sizes: tuple[int, ...], rank: i
             to=torch.bincount(attends[held], minlength=len(sizes)).tolist(),
             come=torch.bincount(holds[attended], minlength=len(sizes)).tolist(),
             layout=rows.to(device),
-            share=pipeline.Share(blocks.to(device), layout.num_blocks),
+            shard=QueryShard(blocks.to(device), layout.num_blocks),
             back=_inverse(send).to(device),
         )
 
@@ -413,38 +437,31 @@ def _deal(spec: LayoutSpec, order: bytes | None, sizes: tuple[int, ...], rank: i
 # attention: [rows, B, H, D] -> [rows of q, B, H, D]
 
 
-def _attend_all(q: Tensor, k: Tensor, v: Tensor, call: _Call, q_order: _Arrangement, k_order: _Arrangement) -> Tensor:
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, whole: Inputs, plan: _ShardPlan) -> Tensor:
     """All queries and keys are here, in the shards' order."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, H, S, D]
-    if call.reorders:
-        out = _attend_blocks(q, k, v, call, q_order.layout, k_order)
+    if plan.reorders:
+        out = _attend_blocks(q, k, v, whole, plan, plan.q_order.layout)
     else:
-        sort = q_order.layout
-        out = sort.restore(_attend_sorted(sort.reorder(q), sort.reorder(k), sort.reorder(v), call))
+        sort = plan.q_order.layout
+        out = sort.restore(_attend_sorted(sort.reorder(q), sort.reorder(k), sort.reorder(v), whole, plan.plan))
     return out.permute(2, 0, 1, 3)
 
 
-def _attend_dealt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: _Call,
-    deal: _Deal,
-    k_order: _Arrangement,
-    sizes: list[int],
-    group: Group,
-) -> Tensor:
+def _attend_dealt(q: Tensor, k: Tensor, v: Tensor, whole: Inputs, plan: _ShardPlan, group: Group) -> Tensor:
     """Keys are gathered, queries dealt out in whole blocks; in dense attention they stay where they are."""
-    k, v = (_gather(x, sizes, group).permute(1, 2, 0, 3) for x in (k, v))
-    if not call.reorders:
-        k, v = (k_order.layout.reorder(x) for x in (k, v))
-    if call.is_dense:
-        return _attend_sorted(q.permute(1, 2, 0, 3), k, v, call).permute(2, 0, 1, 3)
+    deal = plan.deal
+    assert deal is not None
+    k, v = (_gather(x, plan.chunks, group).permute(1, 2, 0, 3) for x in (k, v))
+    if not plan.reorders:
+        k, v = (plan.k_order.layout.reorder(x) for x in (k, v))
+    if plan.plan.dense_because is not None:
+        return _attend_sorted(q.permute(1, 2, 0, 3), k, v, whole, plan.plan).permute(2, 0, 1, 3)
     q = _exchange(q.index_select(0, deal.send), deal.to, deal.come, group).permute(1, 2, 0, 3)
-    if call.reorders:
-        out = _attend_blocks(q, k, v, call, deal.layout, k_order, deal.share)
+    if plan.reorders:
+        out = _attend_blocks(q, k, v, whole, plan, deal.layout, deal.shard)
     else:
-        out = deal.layout.restore(_attend_sorted(deal.layout.reorder(q), k, v, call))
+        out = deal.layout.restore(_attend_sorted(deal.layout.reorder(q), k, v, whole, plan.plan))
     return _exchange(out.permute(2, 0, 1, 3), deal.come, deal.to, group).index_select(0, deal.back)
 
 
@@ -452,25 +469,21 @@ def _attend_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    call: _Call,
+    whole: Inputs,
+    plan: _ShardPlan,
     q_layout: TokenLayout,
-    k_order: _Arrangement,
-    share: pipeline.Share | None = None,
+    shard: QueryShard | None = None,
 ) -> Tensor:
     """rf_v2, [B, H, S, D]: k and v in the shards' order, q in that of `q_layout`."""
-    keep, bias = k_order.key_mask(call.keep), k_order.key_mask(call.bias)
-    with own_precision(q.device):
-        return pipeline.attend_in(
-            q_layout, k_order.layout, q, k, v, keep, bias, None, call.options, call.runner, False, share
-        )[0]
+    keep, bias = plan.k_order.key_mask(whole.keep), plan.k_order.key_mask(whole.bias)
+    return pipeline.attend(Inputs(q, k, v, keep, bias), plan.plan, (q_layout, plan.k_order.layout), shard).out
 
 
-def _attend_sorted(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+def _attend_sorted(q: Tensor, k: Tensor, v: Tensor, whole: Inputs, plan: Plan) -> Tensor:
     """All the others, [B, H, S, D]: k and v in the model's order, q's blocks too."""
-    if call.is_dense:
-        return dense.attend(q, k, v, call.keep, call.bias, call.options)
-    with own_precision(q.device):
-        return pipeline.attend(q, k, v, call.keep, call.bias, None, call.options, call.runner, False, False)[0]
+    q_spec, k_spec = plain_spec(q.shape[2], plan.method.q_block), plain_spec(k.shape[2], plan.method.k_block)
+    layouts = cached_layout(q_spec, q.device), cached_layout(k_spec, k.device)
+    return pipeline.attend(Inputs(q, k, v, whole.keep, whole.bias), plan, layouts).out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ class Method:
         try:
             return _known(**options)
         except TypeError:  # some value is unhashable or of a wrong type: the constructor says which
+            for name in options.keys() - set(OPTION_NAMES):
+                raise TypeError(f"{name} is no option; those are {', '.join(OPTION_NAMES)}") from None
             return cls(**options)
 
     @property

@@ -22,7 +22,7 @@ from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Inputs, Shapes
 from rainfusion.geometry import Geometry, LayoutSpec, VideoSpan
 from rainfusion.layout import TokenLayout, cached_layout
-from rainfusion.options import InputLayout, Method, MethodOptions
+from rainfusion.options import Method, MethodOptions
 from rainfusion.prediction import budgets
 
 if TYPE_CHECKING:
@@ -32,12 +32,11 @@ _PUBLISHED = Method()
 
 
 class CallOptions(MethodOptions, total=False):
-    """The keywords of `sparse_attention`, but for the tensors, `mask` and what is returned."""
+    """The keywords of `sparse_attention`, but for the tensors, their layout, `mask` and what is returned."""
 
     scale: float | None
     is_causal: bool
     head_num: int | None
-    input_layout: InputLayout
     txt_len: int
     latent_shape_q: Sequence[int] | None
     latent_shape_k: Sequence[int] | None

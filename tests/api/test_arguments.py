@@ -227,7 +227,7 @@ def test_a_mask_made_by_hand_is_checked_for_its_values(broken):
         ("latent_shape", dict(seq_len=10, latent_shape=[1, 2, 3])),
         ("txt_len", dict(seq_len=10, txt_len=11)),
         ("token_order", dict(seq_len=10, token_order="x")),
-        ("block_size", dict(seq_len=10, block_size=32)),
+        ("block_size", dict(seq_len=10, block_size=48)),
         ("video_spans", dict(seq_len=10, video_spans=[SPAN])),
         ("video_spans", dict(seq_len=20, video_spans=[SPAN], latent_shape=[1, 4, 5])),
     ],

@@ -9,24 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import oracle
+from helpers.accuracy import EPS, error
 from helpers.fuzz import examples
+from helpers.inputs import qkv
 from rainfusion import BlockMask, TokenLayout, block_sparse_attention, predict_mask, sparse_attention
 from rainfusion.backends import portable
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BACKENDS = ["reference", "portable"]
-EPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, torch.float64: 2**-53}
 
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=[4, 9, 16], latent_shape_k=[4, 9, 16], txt_len=31)
 VIDEO_LEN = 4 * 9 * 16 + 31
-
-
-def qkv(*shape, dtype=torch.float32, seed=0, k_heads=None, k_len=None):
-    generator = torch.Generator().manual_seed(seed)
-    batch, heads, seq_len, dim = shape
-    k_shape = (batch, k_heads or heads, seq_len if k_len is None else k_len, dim)
-    make = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in (shape, k_shape, k_shape))
-    return tuple(make)
 
 
 def token_mask(mask, q_len, k_len, **layout):
@@ -37,10 +30,6 @@ def token_mask(mask, q_len, k_len, **layout):
     order_q, _ = oracle.layout(q_len, latent_q, *rest)
     order_k, _ = oracle.layout(k_len, latent_k, *rest)
     return oracle.expand(mask.to_dense(), order_q, order_k, size)
-
-
-def error(x, exact):
-    return (x.double() - exact).norm() / exact.norm()
 
 
 def assert_as_good_as_sdpa(out, q, k, v, tokens, exact, attn_mask=None):

@@ -6,8 +6,11 @@ import threading
 import pytest
 import torch
 
-from rainfusion import BlockMask, block_sparse_attention, predict_mask, sparse_attention
-from rainfusion.checks import options as checked_options
+from rainfusion import BlockMask, Method, block_sparse_attention, ops, planning, predict_mask, sparse_attention
+from rainfusion.calls import Call
+from rainfusion.geometry import Geometry
+
+pytestmark = pytest.mark.timeout(1800)  # compilers take their time
 
 LENGTH = 4 * 10 * 16 + 20
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.6, latent_shape_q=[4, 10, 16], txt_len=20)
@@ -96,15 +99,30 @@ def test_meta_tensors_give_shapes(kwargs, layout):
 
 def test_the_ops_keep_torchs_rules():
     q, k, v, keep, mask = arguments()
-    options = checked_options(
-        q, k, predicts=True, scale=0.25, sparse_type="rf_v2", sparsity=0.5, txt_len=20, latent_shape_q=(4, 10, 16)
-    )
-    torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, "portable", *options))
+    inputs = planning.check(q, k, v, keep, input_layout="BNSD")
+    options = dict(sparse_type="rf_v2", sparsity=0.5, txt_len=20, latent_shape_q=(4, 10, 16), backend="portable")
+    everything = planning.ask_flat(inputs, **options, return_lse=True, return_mask=True)
+    torch.library.opcheck(torch.ops.rainfusion.predict_mask.default, (q, k, keep, *ops._encoded(everything)))
     op = torch.ops.rainfusion.sparse_attention.default
-    torch.library.opcheck(op, (q, k, v, keep, None, None, None, "portable", False, True, True, *options))
-    torch.library.opcheck(
-        op, (q, k, v, None, None, mask.counts, mask.indices, "portable", False, False, False, *options)
-    )
+    torch.library.opcheck(op, (q, k, v, keep, None, None, None, *ops._encoded(everything)))
+    given = planning.ask_flat(inputs._replace(keep=None, mask=mask), **options)
+    torch.library.opcheck(op, (q, k, v, None, None, mask.counts, mask.indices, *ops._encoded(given)))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(),
+        dict(sparsity=(0.1, 0.2), block_size=(128, 64), token_order=(2, 8, 8)),
+        dict(sparsity=0.0, target_error=0.5, first_frame="keys", predictor="submeans"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("geometry", [Geometry(), Geometry(3, (1, 2, 3), None), Geometry(clips=((0, 1, 2, 3),) * 2)])
+def test_a_call_crosses_the_boundary_as_it_is(kwargs, geometry):
+    method = Method(sparse_type="rf_v2", **{"sparsity": 0.5, **kwargs})
+    call = Call(method, geometry, 0.5, False, "auto", True, False, True, False)
+    assert ops._decoded(tuple(ops._encoded(call))) == call
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

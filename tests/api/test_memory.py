@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from helpers.memory import extra_bytes
-from rainfusion import BlockMask, TokenLayout, pipeline, predict_mask
+from helpers.planned import request
+from rainfusion import BlockMask, predict_mask
 from rainfusion.backends import portable
+from rainfusion.prediction import stages
+
+pytestmark = pytest.mark.timeout(1800)  # processes of their own, with large inputs
 
 MB = 2**20
 QKV = "q, k, v = (torch.randn({shape}) for _ in range(3))"
@@ -24,6 +28,14 @@ def test_a_long_sequence_stays_under_its_bound(grid):
     assert extra < 500 * MB  # the promise is 1.5 GB
 
 
+def test_compensating_a_long_sequence_of_one_head_stays_under_its_bound():
+    """75600 tokens: logits between all queries and all means of blocks would be 179 MB a copy, of which it had four."""
+    shape = (1, 1, 75600, 32)
+    call = "rainfusion.sparse_attention(q, k, v, sparse_type='rf_v2', sparsity=0.97, compensate=True, predictor='mean')"
+    extra = extra_bytes(QKV.format(shape=shape), call) - output_bytes(*shape)
+    assert extra < 250 * MB
+
+
 def test_ada_bsa_predicts_a_long_sequence_in_chunks():
     """32768 tokens, 8 heads: all sampled logits at once would be 537 MB a copy."""
     call = "rainfusion.predict_mask(q, k, sparse_type='ada_bsa', sparsity=0.8, cdf_threshold=0.9)"
@@ -33,9 +45,8 @@ def test_ada_bsa_predicts_a_long_sequence_in_chunks():
 def test_the_workspace_is_a_parameter(monkeypatch):
     """With next to none, one head and one row at a time; the results do not depend on it."""
     q, k, v = torch.randn(3, 1, 4, 2000, 32).unbind()
-    layout = TokenLayout.build(2000)
     mask = BlockMask.from_dense(torch.rand(1, 4, 16, 16) < 0.4)
-    kwargs = dict(keep=None, bias=None, scale=0.2, is_causal=False, inner_precise=0, return_lse=True)
+    asked = request(q, k, v, mask=mask, scale=0.2, return_lse=True)
     attend_slab, seen = portable._attend_slab, []
 
     def spy(slab, worker, workspace_bytes):
@@ -43,10 +54,10 @@ def test_the_workspace_is_a_parameter(monkeypatch):
         return attend_slab(slab, worker, workspace_bytes)
 
     monkeypatch.setattr(portable, "_attend_slab", spy)
-    wide, wide_lse = portable.attend(q, k, v, mask, layout, layout, **kwargs)
+    wide, wide_lse = portable.attend_kept(asked, mask)
     assert seen == [(4, min(4 * 16, 2 * torch.get_num_threads()))]
     seen.clear()
-    tight, tight_lse = portable.attend(q, k, v, mask, layout, layout, **kwargs, workspace_bytes=1)
+    tight, tight_lse = portable.attend_kept(asked, mask, workspace_bytes=1)
     assert seen == [(1, 1)] * 4
     torch.testing.assert_close(tight, wide)
     torch.testing.assert_close(tight_lse, wide_lse)
@@ -57,7 +68,7 @@ def test_masks_do_not_depend_on_how_many_heads_are_ranked_at_once(kwargs, monkey
     q, k = torch.randn(2, 2, 6, 1000, 16).unbind()
     keep = torch.rand(2, 1000) < 0.5
     at_once = predict_mask(q, k, keep, sparsity=0.6, **kwargs)
-    monkeypatch.setattr(pipeline, "_SELECTION_BYTES", 1)
+    monkeypatch.setattr(stages, "_SELECTION_BYTES", 1)
     one_by_one = predict_mask(q, k, keep, sparsity=0.6, **kwargs)
     assert torch.equal(at_once.counts, one_by_one.counts)
     assert torch.equal(at_once.indices, one_by_one.indices)

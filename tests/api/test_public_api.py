@@ -3,13 +3,12 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import rainfusion
-
-ROOT = Path(__file__).parents[2]
+from helpers import ROOT
+from helpers.gpu import USUAL
 
 
 def test_public_names():
@@ -53,6 +52,12 @@ def test_predict_mask_takes_the_same_arguments():
     prediction = inspect.signature(rainfusion.predict_mask).parameters
     assert set(attention) - set(prediction) == {"v", "mask", "target_error", "return_lse", "return_mask"}
     assert all(prediction[name] == attention[name] for name in prediction)
+
+
+def test_the_usual_call_of_the_gpu_tests_has_the_defaults_of_enable():
+    parameters = inspect.signature(rainfusion.enable).parameters
+    usual = {name: parameters[name].default for name in ("predictor", "compensate", "first_frame")}
+    assert dict(usual, compensate=usual["compensate"] is not False) == {name: USUAL[name] for name in usual}
 
 
 @pytest.mark.parametrize("function", [rainfusion.sparse_attention])

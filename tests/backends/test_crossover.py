@@ -1,21 +1,28 @@
 """When dense attention is faster, and how a user learns it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from rainfusion import explain, predict_mask, sparse_attention
-from rainfusion.backends import crossover
+from helpers import ROOT
+from helpers.planned import planned
+from rainfusion import Method, explain, predict_mask, sparse_attention
+from rainfusion.backends import crossover, dense, hopper, portable, triton
 from rainfusion.bench import results
 from rainfusion.bench.shapes import SHAPES
-from rainfusion.checks import options
+from rainfusion.calls import Call, Shapes
+from rainfusion.geometry import Geometry
 
+pytestmark = pytest.mark.crossover
 BEST = dict(predictor="submeans", compensate=True)
+H200 = torch.device("cuda")
 
 
-def call(q, k, **kwargs):
-    return options(q, k, predicts=True, sparse_type="rf_v2", **kwargs)
+def rf_v2(**kwargs):
+    return Method(sparse_type="rf_v2", **kwargs)
+
+
+def asked(method, geometry=None):
+    return Call(method, geometry or Geometry(), 0.1, False, "auto", True, False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -27,28 +34,31 @@ def call(q, k, **kwargs):
         dict(sparsity=1.0, latent_shape_q=[5, 20, 21], txt_len=100),
         dict(sparsity=0.6, video_spans=[{"start": 0, "latent_shape": [3, 20, 20]}]),
         dict(sparsity=0.5, block_size=64, latent_shape_q=[1, 44, 50]),
+        dict(sparsity=0.5, block_size=(128, 32), latent_shape_q=[1, 44, 50]),
     ],
 )
 def test_the_expected_density_is_what_a_prediction_keeps(kwargs):
     q, k = torch.randn(2, 1, 8, 2200, 32)
     density = predict_mask(q, k, sparse_type="rf_v2", **kwargs).density()
-    assert crossover.expected_density(call(q, k, **kwargs), 2200, 2200) == pytest.approx(density, abs=0.02)
+    _, plan = planned(q, k, sparse_type="rf_v2", **kwargs)
+    expected = crossover.expected_density(plan.call, plan.method, plan.shapes)
+    assert expected == pytest.approx(density, abs=0.02)
 
 
 def test_ada_bsa_keeps_what_the_data_says():
     q = torch.zeros(1, 1, 2000, 32)
-    capped = options(q, q, predicts=True, sparse_type="ada_bsa", sparsity=0.4, cdf_threshold=0.9)
-    free = options(q, q, predicts=True, sparse_type="ada_bsa", cdf_threshold=0.9)
-    assert crossover.expected_density(capped, 2000, 2000) == pytest.approx(0.6)
-    assert crossover.expected_density(free, 2000, 2000) is None
+    for kwargs, density in ((dict(sparsity=0.4), pytest.approx(0.6)), (dict(), None)):
+        _, plan = planned(q, q, sparse_type="ada_bsa", cdf_threshold=0.9, **kwargs)
+        assert crossover.expected_density(plan.call, plan.method, plan.shapes) == density
 
 
-def times(shape, sparsity, runner="hopper", **kwargs):
-    q = torch.empty(shape.batch, shape.heads, shape.seq_len, shape.head_dim, dtype=torch.bfloat16, device="meta")
-    grid = list(shape.latent_shape) if shape.latent_shape else None
-    checked = call(q, q, sparsity=sparsity, latent_shape_q=grid, txt_len=shape.txt_len, **kwargs)
-    density = crossover.expected_density(checked, shape.seq_len, shape.seq_len)
-    return crossover._times(runner, q, q, density, checked)
+def times(shape, sparsity, backend=hopper, **kwargs):
+    size = (shape.batch, shape.heads, shape.seq_len, shape.head_dim)
+    shapes = Shapes(size, size, torch.bfloat16, H200)
+    geometry = Geometry(shape.txt_len, shape.latent_shape, shape.latent_shape)
+    method = rf_v2(sparsity=sparsity, **kwargs)
+    density = crossover.expected_density(asked(method, geometry), method, shapes)
+    return crossover.times(backend.SPEEDS["cuda"][method.precision], method, shapes, density)
 
 
 def test_options_have_their_price():
@@ -66,12 +76,12 @@ def test_sparse_pays_on_the_shapes_it_is_for(name):
 def test_dense_wins_where_there_is_little_to_skip():
     dense, sparse = times(SHAPES["qwen-image-512"], 0.6)  # short
     assert dense < sparse
-    dense, sparse = times(SHAPES["wan-480p"], 0.2, "triton")  # most is kept, by a kernel slower than the dense one
+    dense, sparse = times(SHAPES["wan-480p"], 0.2, triton)  # most is kept, by a kernel slower than the dense one
     assert dense < sparse
 
 
 def test_the_model_agrees_with_the_measurements():
-    rows = results.newest(results.read(Path(__file__).parents[2] / "benchmarks/results/attention.csv"))
+    rows = results.newest(results.read(ROOT / "benchmarks/results/attention.csv"))
     measured = [row for row in rows if row.precision == "native" and row.head_dim == 128]
     seconds = [
         (row, _modelled(row)[0 if row.contender == "cuDNN" else 1])
@@ -83,22 +93,45 @@ def test_the_model_agrees_with_the_measurements():
 
 
 def _modelled(row):
-    q = torch.empty(row.batch, row.heads, row.tokens, row.head_dim, dtype=torch.bfloat16, device="meta")
-    return crossover._times("hopper", q, q, row.density, call(q, q, sparsity=row.sparsity))
+    size = (row.batch, row.heads, row.tokens, row.head_dim)
+    shapes = Shapes(size, size, torch.bfloat16, H200)
+    return crossover.times(hopper.SPEEDS["cuda"]["native"], rf_v2(sparsity=row.sparsity), shapes, row.density)
 
 
-def test_options_of_an_empty_call_and_of_another_strategy_cost_nothing():
-    q, nothing = torch.empty(1, 2, 256, 64, device="meta"), torch.empty(1, 2, 0, 64, device="meta")
-    best = call(q, nothing, sparsity=0.5, **BEST)
-    assert crossover._times("hopper", q, nothing, 1.0, best)[1] < 1e-4
+def test_options_of_another_strategy_cost_nothing():
+    shapes = Shapes((1, 2, 256, 64), (1, 2, 256, 64), torch.bfloat16, H200)
+    speed = hopper.SPEEDS["cuda"]["native"]
+    plain = crossover.times(speed, rf_v2(sparsity=0.5), shapes, 0.5)
     for kwargs in (dict(), dict(predictor="submeans")):
-        ada = options(q, q, predicts=True, sparse_type="ada_bsa", sparsity=0.5, **kwargs)
-        assert crossover._times("hopper", q, q, 0.5, ada)[1] == crossover._times("hopper", q, q, 0.5, call(q, q))[1]
+        ada = Method(sparse_type="ada_bsa", sparsity=0.5, **kwargs)
+        assert crossover.times(speed, ada, shapes, 0.5) == plain
 
 
-def test_on_a_cpu_nothing_is_switched():
-    q = torch.zeros(1, 2, 256, 64)
-    assert crossover.why_dense("portable", q, q, call(q, q, sparsity=0.5)) is None
+@pytest.mark.parametrize("tokens", [1, 64, 128, 129, 256])
+@pytest.mark.parametrize("kwargs", [dict(sparse_type="rf_v2", sparsity=0.8), dict(sparse_type="ada_bsa", sparsity=0.8)])
+def test_tiny_calls_on_a_cpu_are_torchs_own(tokens, kwargs):
+    """A row of one block keeps it, and two or three are not worth the prediction."""
+    q, k, v = torch.randn(3, 1, 4, tokens, 32).unbind()
+    words = explain(q, k, v, **kwargs)
+    assert words.startswith("runs with torch's attention: ")
+    assert ("nothing can be skipped" in words) == (tokens <= 128)
+    assert torch.equal(sparse_attention(q, k, v, **kwargs), sparse_attention(q, k, v))
+
+
+def test_long_calls_on_a_cpu_stay_sparse():
+    q = torch.zeros(1, 4, 8192, 128)
+    assert explain(q, q, q, sparse_type="rf_v2", sparsity=0.8).startswith("runs with 'portable'")
+
+
+def test_a_quantised_call_may_be_dense_too_where_that_is_faster():
+    """Small images: what quantising launches costs more than it saves."""
+    method = rf_v2(sparsity=0.6, precision="fp8")
+    small, large = (
+        Shapes((1, 24, tokens, 128), (1, 24, tokens, 128), torch.bfloat16, H200) for tokens in (1088, 75600)
+    )
+    assert crossover.why_dense(hopper, asked(method), method, small) is not None
+    assert crossover.why_dense(hopper, asked(method), method, large) is None
+    assert dense.why_not(asked(method), small) is None
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND"])
@@ -123,6 +156,9 @@ def test_a_call_that_runs_dense_is_dense_and_compiles(monkeypatch, layout):
 def test_explain_says_what_runs_and_why_not_faster():
     q = torch.zeros(1, 2, 256, 64)
     text = explain(q, q, q, sparse_type="rf_v2", sparsity=0.5)
+    assert text.startswith("runs with torch's attention: dense attention is expected to be faster")
+    q = torch.zeros(1, 2, 4096, 64)
+    text = explain(q, q, q, sparse_type="rf_v2", sparsity=0.8)
     assert text.startswith("runs with 'portable'\n")
     assert "not with 'hopper': it needs an NVIDIA GPU of compute capability 9.0" in text
     assert explain(q, q, q).startswith("runs with torch's attention: nothing is to be skipped")
@@ -138,3 +174,22 @@ def test_explain_checks_arguments_as_the_call_does():
         explain(q, q, q, backend="hopper")
     with pytest.raises(TypeError, match="unexpected keyword argument 'sparcity'"):
         explain(q, q, q, sparcity=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"), [(dict(mask="nonsense"), "mask must be"), (dict(return_lse="yes"), "return_lse must be")]
+)
+def test_explain_refuses_what_the_call_refuses(kwargs, error):
+    q = torch.zeros(1, 2, 256, 64)
+    for function in (sparse_attention, explain):
+        with pytest.raises(TypeError, match=error):
+            function(q, q, q, **kwargs)
+
+
+def test_explain_and_the_call_agree_where_a_mask_is_wanted(monkeypatch):
+    """Of a dense call: torch's attention runs, and the mask is made beside it."""
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind()
+    assert explain(q, k, v, return_mask=True).startswith("runs with torch's attention: nothing is to be skipped")
+    monkeypatch.setattr(portable, "attend", lambda *_: pytest.fail("portable ran"))
+    out, mask = sparse_attention(q, k, v, return_mask=True)
+    assert torch.equal(out, sparse_attention(q, k, v)) and mask.density() == 1.0

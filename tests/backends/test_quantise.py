@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rainfusion import TokenLayout
-from rainfusion.backends import hopper
+from rainfusion import Method, TokenLayout
+from rainfusion.backends import Request, hopper
 from rainfusion.prediction.pooling import block_means
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
@@ -28,8 +28,14 @@ def inputs(layout, dim=DIM):
     return k.half().to(DEVICE), v.to(torch.float16).to(DEVICE)
 
 
+def prepared(k, v, layout, keep, precision="int8", stand_ins=False):
+    """Keys and values in this layout, with means of their blocks, as rf_v2 wants them."""
+    method = Method(sparse_type="rf_v2", sparsity=0.5, precision=precision, compensate=stand_ins)
+    return hopper.prepare(Request(k, k, v, keep, None, None, layout, layout, method, 1.0, False, (1,), False))
+
+
 def in_blocks(x, layout):
-    """[B, H, S, D] -> fp32 [B, H, N, 128, D], zeros behind the end."""
+    """[B, H, S, D] -> fp32 [B, H, N, 128, D], zeros after the end."""
     padding = layout.num_blocks * 128 - layout.seq_len
     return torch.nn.functional.pad(layout.reorder(x).float(), (0, 0, 0, padding)).unflatten(2, (-1, 128))
 
@@ -55,7 +61,7 @@ def assert_e4m3(rounded, exact, scale):
 @pytest.mark.parametrize("dim", [DIM, 96])
 def test_keys_and_values_come_back(layout, precision, dim):
     k, v = inputs(layout, dim)
-    keys = hopper.prepare(k, v, layout, None, None, pool=True, precision=precision)
+    keys = prepared(k, v, layout, None, precision)
     blocks, scale = layout.num_blocks, keys.scales.k[..., None, None]
     real = (torch.arange(blocks * 128, device=DEVICE) < layout.seq_len).view(blocks, 128, 1)
     smoothed = in_blocks(k, layout) - keys.scales.k_mean[:, :, None, None, :] * real
@@ -74,7 +80,7 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
     keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6 if masked else None
     if masked:
         keep[:, layout.order[:128]] = False  # a whole block
-    keys = hopper.prepare(k, v, layout, keep, None, pool=1, stand_ins=True, precision=precision)
+    keys = prepared(k, v, layout, keep, precision, stand_ins=True)
     blocks = layout.num_blocks
     number = torch.ones(2, layout.seq_len, device=DEVICE) if keep is None else keep.float()
     number = in_blocks(number[:, None, :, None], layout).sum((1, 3, 4))  # [B, N]
@@ -103,7 +109,7 @@ def test_a_block_without_keys_does_not_take_the_range_of_the_means(precision):
     k = (k.float() / 4 + 10).half()
     keep = torch.ones(2, 512, dtype=torch.bool, device=DEVICE)
     keep[:, 128:256] = False
-    keys = hopper.prepare(k, v, layout, keep, None, pool=1, stand_ins=True, precision=precision)
+    keys = prepared(k, v, layout, keep, precision, stand_ins=True)
     exact = block_means(k.cpu(), layout.to("cpu"), keep.cpu()).to(DEVICE) - keys.scales.k_mean[:, :, None]
     ours = keys.k.float().unflatten(2, (-1, 128))[:, :, 4, :4] * keys.scales.k[:, :, 4, None, None]
     live = [0, 2, 3]
@@ -112,7 +118,7 @@ def test_a_block_without_keys_does_not_take_the_range_of_the_means(precision):
 
 def test_the_mean_is_taken_away_and_the_range_is_used(layout):
     k, v = inputs(layout)
-    keys = hopper.prepare(k, v, layout, None, None, pool=True, precision="int8")
+    keys = prepared(k, v, layout, None)
     torch.testing.assert_close(keys.scales.k_mean, k.float().mean(2), atol=0.15, rtol=0)
     assert keys.k.unflatten(2, (-1, 128)).abs().amax((-1, -2)).eq(127).all()
     torch.testing.assert_close(keys.means.cpu(), block_means(k.cpu(), layout.to("cpu")), atol=1e-5, rtol=1e-5)
@@ -122,10 +128,9 @@ def test_removed_keys_leave_no_trace(layout):
     k, v = inputs(layout)
     keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6
     keep[:, layout.order[:128]] = False  # a whole block
-    clean = hopper.prepare(k, v, layout, keep, None, pool=True, precision="int8")
+    clean = prepared(k, v, layout, keep)
     removed = ~keep[:, None, :, None]
-    dirty = hopper.prepare(k.masked_fill(removed, torch.nan), v.masked_fill(removed, torch.inf), layout, keep, None,
-                           pool=True, precision="int8")  # fmt: skip
+    dirty = prepared(k.masked_fill(removed, torch.nan), v.masked_fill(removed, torch.inf), layout, keep)
     assert torch.equal(clean.k, dirty.k)
     assert torch.equal(clean.v.view(torch.uint8), dirty.v.view(torch.uint8))
     assert all(torch.equal(a, b) for a, b in zip(clean.scales, dirty.scales, strict=True))
@@ -138,7 +143,7 @@ def test_removed_keys_leave_no_trace(layout):
 def test_what_is_not_a_number_shows(layout, bad):
     k, v = inputs(layout)
     k[1, 0, layout.order[130], 3] = bad
-    keys = hopper.prepare(k, v, layout, None, None, pool=True, precision="int8")
+    keys = prepared(k, v, layout, None)
     expected = torch.zeros(2, HEADS, layout.num_blocks, dtype=torch.bool, device=DEVICE)
     expected[1, 0, 1] = True
     assert torch.equal(keys.scales.k.isnan(), expected)

@@ -11,10 +11,14 @@ import pytest
 import rainfusion
 from helpers.targets import TARGETS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only"),
+    pytest.mark.timeout(1800),  # compilers take their time
+]
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "targets.py"
-KERNELS = Path(rainfusion.__file__).parent / "kernels"
+TESTS = Path(__file__).parents[1]
+SCRIPT = TESTS / "helpers" / "targets.py"
+BACKENDS = Path(rainfusion.__file__).parent / "backends"
 
 
 def run(*arguments, interpret="0"):
@@ -24,8 +28,8 @@ def run(*arguments, interpret="0"):
 
 
 def kernels_of(target):
-    own = ("hopper", "quantise") if target == "sm_90" else ()
-    files = [KERNELS / f"{name}.py" for name in ("attention", "blocks", "compensation", "ranking", *own)]
+    backends = ("triton", "hopper") if target == "sm_90" else ("triton",)
+    files = [file for name in backends for file in (BACKENDS / name / "kernels").glob("*.py")]
     return {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 
@@ -37,7 +41,6 @@ def test_every_kernel_compiles_and_fits(target):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_variant_compiles_and_fits(target):
     done = run(SCRIPT, "--target", target, "--all")
@@ -62,7 +65,7 @@ def test_a_kernel_that_does_not_fit_is_an_error():
     """On a GPU with 1000 bytes of shared memory."""
     small = "targets.TARGETS['sm_90'] = targets.TARGETS['sm_90']._replace(shared_bytes=1000)"
     arguments = "sys.argv += ['--target', 'sm_90', '--kernel', 'pool']"
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import targets; {small}; {arguments}"
+    code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from helpers import targets; {small}; {arguments}"
     done = run("-c", f"{code}; sys.exit(targets.main())")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"FAILED: needs \d+ B of shared memory, and 1000 B is all there is", done.stdout)

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_attention import EPS, error, qkv
 
 from helpers import oracle
+from helpers.accuracy import EPS, error
 from helpers.fuzz import examples
+from helpers.inputs import qkv
 from rainfusion import (
     BlockMask,
     TokenLayout,
-    backends,
     block_sparse_attention,
     predict_mask,
     sparse_attention,
@@ -28,6 +28,7 @@ from rainfusion.backends import triton as triton_backend
 from rainfusion.prediction import selection
 
 pytestmark = [
+    pytest.mark.timeout(1800),  # the interpreter is slow
     pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only"),
     # the interpreter's: log2(0), inf - inf; int() of an array of one number
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore:Conversion of an array:DeprecationWarning"),
@@ -36,7 +37,7 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies bf16 numbers as if they were integers
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-FP32 = 2**-24  # half a unit in the last place
+FP32 = EPS[torch.float32]
 
 VIDEO, TXT = (4, 4, 12), 20
 IMAGE = (1, 16, 24)
@@ -699,7 +700,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 
 def test_nobody_gets_the_interpreter_unasked(monkeypatch):
     q = torch.zeros(1, 1, 16, 8)
-    monkeypatch.setitem(backends.FUSED, "triton", None)  # whoever asks it anything fails
+    monkeypatch.setattr(triton_backend, "prepare", lambda request: pytest.fail("it was asked to work"))
     assert sparse_attention(q, q, q, **RF_V2).shape == q.shape
 
 

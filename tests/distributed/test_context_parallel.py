@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = TESTS / "helpers" / "context_parallel.py"
+from helpers import needs_diffusers
+
+needs_diffusers()
+
+pytestmark = pytest.mark.timeout(1800)
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "context_parallel.py"
 
 
-@pytest.mark.parametrize(
-    ("processes", "cases"), [(2, 20), pytest.param(4, 11, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize(("processes", "cases"), [(2, 20), pytest.param(4, 11, marks=pytest.mark.slow)])
 def test_as_if_there_were_one(processes, cases, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(processes), str(tmp_path / "store")],
@@ -23,7 +26,7 @@ def test_as_if_there_were_one(processes, cases, tmp_path):
         )
         for rank in range(processes)
     ]  # fmt: skip
-    results = [process.communicate(timeout=600) for process in running]
+    results = [process.communicate(timeout=1500) for process in running]
     for process, (out, error) in zip(running, results, strict=True):
         lines = out.splitlines()
         assert process.returncode == 0, error[-2000:]

@@ -1,8 +1,13 @@
-"""Every example of the README and of the pages in docs/ runs, and the tables say what the code says."""
+"""Every example of the README and of docs/ runs, links lead somewhere, and tables say what the code says."""
 
+import dataclasses
+import importlib.util
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -18,49 +23,58 @@ from rainfusion.lab import comparison
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {
+    **{f"docs/{path.relative_to(ROOT / 'docs')}": path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))},
+    **{name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")},
+    "examples/README.md": (ROOT / "examples" / "README.md").read_text(),
+}
+REPOSITORY = "https://github.com/rainfusion/rainfusion/"
+RAW = "https://raw.githubusercontent.com/rainfusion/rainfusion/main/"
 
 
-def blocks(language, text=README):
+def blocks(language, text):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def run_page(name, **names):
-    """All examples of a page, one after the other -> what they left."""
-    examples = blocks("python", (ROOT / "docs" / name).read_text())
+def run(examples, **names):
+    """One after the other, as one program -> what they left."""
     assert examples
     for example in examples:
-        exec(compile(example, name, "exec"), names)
+        exec(compile(example, "an example", "exec"), names)
     return names
 
 
-def test_the_python_examples_run():
-    plug_in, first, *rest = blocks("python")
+# ---------------------------------------------------------------------------------------------------------------------
+# examples in Python
+
+RUN_BELOW = {
+    "adding_a_model.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md", "several_gpus.md",
+    "sparse_attention.md", "sparsity.md",
+}  # fmt: skip
+
+
+def test_every_page_with_examples_is_run_below():
+    assert {name for name, text in DOCS.items() if blocks("python", text)} == RUN_BELOW
+
+
+def test_the_readme_runs():
+    pipeline, *calls = blocks("python", README)
     pipe = PIPELINES["flux"][0]()
-    exec(plug_in, dict(pipe=pipe))
+    names = run([pipeline], pipe=pipe)
+    assert len(names["handle"].layers) > 0
     rainfusion.disable(pipe)
-    names = dict(t=2, h=8, w=8)
-    names["q"], names["k"], names["v"] = torch.randn(3, 1, 2, 128, 16).unbind()
-    exec(first, names)
-    assert names["out"].shape == (1, 2, 128, 16)
-    names = {}
-    for example in rest:
-        exec(example, names)
-        assert names["out"].isfinite().all()
-        assert names["out"].shape == names["q"].shape
-    assert len(rest) >= 6
+    q, k, v = torch.randn(3, 1, 2, 4 * 8 * 8, 16).unbind()
+    names = run(calls, q=q, k=k, v=v, t=4, h=8, w=8)
+    assert names["out"].isfinite().all() and names["out"].shape == q.shape
 
 
-def test_the_commands_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("rainfusion ")]
-    assert len(lines) >= 3
-    for line in lines:
-        if line.endswith("--help"):
-            with pytest.raises(SystemExit, match="0"):
-                cli.main(shlex.split(line)[1:])
-        else:
-            assert cli.main(shlex.split(line)[1:]) == 0
-    assert (tmp_path / "pictures" / "order.png").exists()
+def test_the_page_on_sparse_attention_runs():
+    names, examples = {}, blocks("python", DOCS["sparse_attention.md"])
+    assert len(examples) >= 10
+    for example in examples:
+        names = run([example], **names)
+        assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
 
 
 def test_the_page_on_diffusers_runs():
@@ -68,18 +82,23 @@ def test_the_page_on_diffusers_runs():
     pipe = make()
     real = rainfusion.enable
 
-    def enable(pipe, **kwargs):  # the pipeline of the tests is tiny
-        return real(pipe, **{"min_tokens": 0, **kwargs})
+    def enable(pipe, *args, **kwargs):  # the pipeline of the tests is tiny
+        return real(pipe, *args, **{"min_tokens": 0, **kwargs})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rainfusion, "enable", enable)
         patch.setattr("rainfusion.integrations.diffusers.enable", enable)
-        names = run_page("diffusers.md", pipe=pipe, inputs=inputs)
+        names = run(blocks("python", DOCS["diffusers.md"]), pipe=pipe, inputs=inputs)
     assert names["stats"].sparse_calls > 0
-    table = (ROOT / "docs" / "diffusers.md").read_text()
-    table = table[table.index("## Arguments of") : table.index("## What happened")]
+
+
+def test_the_table_of_enable_is_complete():
+    page = DOCS["diffusers.md"]
+    table = page[page.index("## Arguments of") : page.index("## What happened")]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)}
-    assert listed == set(inspect.signature(real).parameters)
+    _, *parameters = inspect.signature(rainfusion.enable).parameters.values()
+    own = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    assert listed == own | {field.name for field in dataclasses.fields(rainfusion.Method)}
 
 
 class MyTransformer(torch.nn.Module):
@@ -106,38 +125,158 @@ class MyTransformer(torch.nn.Module):
 def test_the_page_on_adding_a_model_runs(monkeypatch):
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     tokens = torch.randn(1, 20 + 3 * 16 * 24, 32)
-    names = run_page("adding_a_model.md", MyTransformer=MyTransformer, model=MyTransformer(), tokens=tokens)
+    examples = blocks("python", DOCS["adding_a_model.md"])
+    names = run(examples, MyTransformer=MyTransformer, model=MyTransformer(), tokens=tokens)
     assert names["handle"].stats().layouts == {"grid 3x16x24, 20 tokens before": 2}
+    rainfusion.register_model("Other", attention=["attn"], grid=lambda arguments, config: [(1, 8, 8)], others="after")
 
 
 def test_the_page_on_several_gpus_runs():
-    """With one process. Its first example is of two: tests/context_parallel.py."""
-    examples = blocks("python", (ROOT / "docs" / "several_gpus.md").read_text())
+    """With one process. Its first example is of two: tests/helpers/context_parallel.py."""
+    examples = blocks("python", DOCS["several_gpus.md"])
     assert len(examples) == 3 and "enable_parallelism" in examples[0]
     for example in examples[1:]:
-        names = {}
-        exec(example, names)
+        names = run([example])
         assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+def test_the_page_on_several_gpus_runs_in_two_processes(tmp_path):
+    (tmp_path / "attend.py").write_text(blocks("python", DOCS["several_gpus.md"])[1])
+    assert "torchrun --nproc-per-node 2 attend.py\n" in blocks("console", DOCS["several_gpus.md"])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "attend.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"process {rank} of 2: torch.Size([1, 8, 1760, 64])" in done.stdout
 
 
 def test_the_page_on_migrating_runs():
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the precision that a CPU does not have
-            names = run_page("migrating.md")
+            names = run(blocks("python", DOCS["migrating.md"]))
     finally:
         mindiesd.uninstall()
     assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
 
 
+@pytest.mark.parametrize("page", ["quantised.md", "sparsity.md"])
+def test_the_short_pages_run(page):
+    names = run(blocks("python", DOCS[page]))
+    assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
 def test_the_page_on_quality_runs():
-    names = run_page("quality.md")
+    names = run(blocks("python", DOCS["quality.md"]))
     assert names["full"].shape == names["fast"].shape == (1, 3, 5, 32, 32)
     assert 0.0 < names["mask"].density() <= 1.0 and names["out"].isfinite().all()
 
 
+def test_merging_two_results_by_their_lse_is_attention_to_all_keys():
+    """Also where one part, or both, have no key for a row."""
+    merge = next(text for text in blocks("python", DOCS["sparse_attention.md"]) if "logaddexp" in text)
+    merge = merge[merge.index("share = ") :]
+    q, k, v = torch.randn(3, 3, 2, 20, 8, dtype=torch.float64).unbind()
+    keys = torch.ones(3, 20, dtype=torch.bool)
+    keys[1, :12], keys[2] = False, False
+    whole, lse = rainfusion.sparse_attention(q, k, v, attn_mask=keys, return_lse=True)
+    names = dict(torch=torch)
+    for name, part in (("1", slice(0, 12)), ("2", slice(12, None))):
+        names[f"out{name}"], names[f"lse{name}"] = rainfusion.sparse_attention(
+            q, k[:, :, part], v[:, :, part], attn_mask=keys[:, part], return_lse=True
+        )
+    names = run([merge], **names)
+    torch.testing.assert_close(names["out"], whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(names["lse"], lse)
+    assert (names["out"][2] == 0).all() and (names["lse"][2] == -torch.inf).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+
+def lines(language):
+    """(page, line) of all pages."""
+    return [
+        (name, line.split("  #")[0].strip())
+        for name, text in PAGES.items()
+        for block in blocks(language, text)
+        for line in block.splitlines()
+        if line.strip()
+    ]
+
+
+def commands(*starts):
+    return list(dict.fromkeys(line for _, line in lines("console") if line.startswith(starts)))
+
+
+def test_every_command_is_run_or_checked_below():
+    checked = ("rainfusion ", "make ", "pip install ", "torchrun --nproc-per-node 2 ", "$ python examples/wan_t2v.py")
+    for name, line in lines("console"):
+        assert line.startswith(checked) or name == "examples/README.md", line
+
+
+def test_the_commands_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = commands("rainfusion ")
+    assert {line.split()[1] for line in found} == {"bench", "inspect", "demo", "quality", "calibrate"}
+    for line in found:
+        if line.endswith("--help"):
+            with pytest.raises(SystemExit, match="0"):
+                cli.main(shlex.split(line)[1:])
+        else:
+            assert cli.main(shlex.split(line)[1:]) == 0
+    assert (tmp_path / "pictures" / "order.png").exists()
+
+
+@pytest.mark.parametrize("line", [line for _, line in lines("bash")])
+def test_the_commands_for_a_card_have_their_options(line, capsys):
+    """They take hours, or a download: every option that they name is one that the command has."""
+    words = shlex.split(line)
+    if words[0] == "rainfusion":
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([words[1], "--help"])
+        usage = capsys.readouterr().out
+    else:
+        assert words[:2] == ["python", "-m"]
+        usage = Path(importlib.util.find_spec(words[2]).origin).read_text()
+    options = [word for word in words if word.startswith("--")]
+    assert options and all(re.search(rf"{option}\b", usage) for option in options)
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for name, text in PAGES.items():
+        for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE):
+            assert f"\n{target}:" in makefile, (name, target)
+
+
+def test_the_extras_exist():
+    project = (ROOT / "pyproject.toml").read_text()
+    for line in commands("pip install "):
+        for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*?)\]", line))):
+            assert re.search(rf"^{extra} = \[", project, re.MULTILINE), line
+
+
+def test_the_example_prints_what_its_page_shows(tmp_path, monkeypatch, capsys):
+    (shown,) = blocks("console", PAGES["examples/README.md"])
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("wan_t2v").main([])
+
+    def without_seconds(text):
+        return [re.sub(r"\d+\.\d\d s", "", line) for line in text.splitlines()]
+
+    assert without_seconds(capsys.readouterr().out) == without_seconds(shown)[1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# links, pictures, numbers, the site
+
+
 def test_the_page_on_quality_says_what_was_measured():
-    page = (ROOT / "docs" / "quality.md").read_text()
+    page = DOCS["quality.md"]
     rows = [row for row in comparison.read(ROOT / "benchmarks" / "results").rows if row.psnr and row.family != "dense"]
     assert len(rows) > 40
     for row in rows:
@@ -145,25 +284,79 @@ def test_the_page_on_quality_says_what_was_measured():
         assert f"{mean:.2f} ± {error:.2f}" in page, row.method
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    path = ROOT / page
-    for link in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
-        assert (path.parent / link).exists(), link
+    """Relative ones, and addresses of files of this repository; whether the web has the others is not asked."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        target, _, anchor = link.partition("#")
+        if target.startswith(REPOSITORY + "blob/main/"):
+            path = ROOT / target.removeprefix(REPOSITORY + "blob/main/")
+        elif target.startswith(RAW):
+            path = ROOT / target.removeprefix(RAW)
+        elif target.startswith(("http:", "https:")):
+            assert not target.startswith(REPOSITORY) or target == REPOSITORY + "security", link
+            continue
+        else:
+            path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path.read_text()), link
 
 
-def test_the_make_targets_exist():
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z-]+)", README):
-        assert f"\n{target}:" in makefile
+def test_the_links_of_pages_that_are_shown_elsewhere_are_whole():
+    """A package index shows the README, the site shows the others in a folder of its own."""
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        links = re.findall(r"\]\(([^)\s]+)\)", PAGES[name])
+        assert all(link.startswith("https://") for link in links), name
 
 
-def test_the_parameter_table_is_complete():
-    table = README[README.index("### Parameters") : README.index("### How to choose")]
-    listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)}
-    assert listed == set(inspect.signature(rainfusion.sparse_attention).parameters)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pictures_are_pictures(page):
+    for link in re.findall(r"!\[.*?\]\((.*?)\)", PAGES[page]):
+        path = ROOT / link.removeprefix(RAW) if link.startswith(RAW) else (ROOT / page).parent / link
+        assert path.read_bytes().startswith({".png": b"\x89PNG", ".gif": b"GIF89a"}[path.suffix]), link
 
 
-@pytest.mark.parametrize("picture", re.findall(r"!\[.*?\]\((.*?)\)", README))
-def test_the_pictures_exist(picture):
-    assert (ROOT / picture).read_bytes().startswith({".png": b"\x89PNG", ".gif": b"GIF89a"}[Path(picture).suffix])
+def test_every_public_name_is_in_the_reference():
+    reference = "\n".join(text for name, text in PAGES.items() if name.startswith("docs/api/"))
+    described = set(re.findall(r"^::: rainfusion\.(\w+)$", reference, re.MULTILINE))
+    assert described == set(rainfusion.__all__)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    index = (tmp_path / "index.html").read_text()
+    assert "Wan2.2-A14B" in index  # the table of the README
+    loaded = re.findall(r'(?:<script[^>]* src|<link[^>]*stylesheet"[^>]* href)="([^"]*)"', index)
+    assert loaded and not any(source.startswith("http") for source in loaded)  # nothing from elsewhere
+    assert "sparse_attention" in (tmp_path / "api" / "attention" / "index.html").read_text()
+
+
+def test_the_map_names_what_there_is():
+    source = ROOT / "src" / "rainfusion"
+    (tree,) = (text for text in blocks("text", DOCS["architecture.md"]) if text.startswith("rainfusion/"))
+    named = dict(re.findall(r"^  (\S+) +(.*)$", tree, re.MULTILINE))
+    modules = {path.name for path in source.glob("[!_]*.py")}
+    folders = {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
+    assert set(named) == (modules | folders) - {"plugin.py", "compat.py", "plugin/", "compat/"}  # former places
+    for folder in ("prediction/", "backends/", "integrations/"):
+        for module in re.findall(r"\w+", named[folder].split(";")[0]):
+            assert (source / folder / f"{module}.py").exists(), module
+
+
+def test_ci_runs_on_every_python_that_the_package_names():
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.search(r"python: \[(.*)\]", workflow)[1] == ", ".join(f'"{version}"' for version in named)
+    oldest = re.search(r'"torch>=(.*?)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert f"torch=={oldest}.*" in workflow

@@ -1,19 +1,23 @@
 """One of several processes that run a model together under diffusers' context parallelism: is it as if there were one?
 
-python tests/context_parallel.py RANK WORLD STORE    # prints a line for each case, `ok` or what is wrong
+python tests/helpers/context_parallel.py RANK WORLD STORE    # prints a line for each case, `ok` or what is wrong
 """
 
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
-import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # where `helpers` is
 
 import rainfusion
-from helpers import tiny_models
+from helpers import needs_diffusers, tiny_models
+
+diffusers = needs_diffusers()
 
 
 def ltx():
@@ -63,7 +67,7 @@ def check(name, degrees):
     single = forward(model, inputs)
     assert alone.stats().sparse_calls == expected.calls
     model, inputs, expected = MODELS[name]()
-    config = ContextParallelConfig(**degrees)
+    config = diffusers.ContextParallelConfig(**degrees)
     if name in ("flux", "qwen"):  # either order will do
         handle = rainfusion.enable(model, **SETTINGS)
         model.enable_parallelism(config=config)
@@ -89,7 +93,7 @@ def main(rank, world, store):
     torch.set_num_threads(1)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=20)
     )
     for name in MODELS:
         for degrees in DEGREES[world]:

@@ -1,20 +1,28 @@
-"""What the tests of a GPU share: inputs, float64 attention on the device itself, and how much error is allowed."""
+"""What the tests of a GPU share: calls, inputs, float64 attention on the device, and how much error is allowed."""
 
 import contextlib
 import math
 from functools import lru_cache
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers import oracle
-from rainfusion import backends, sparse_attention
+from rainfusion import BlockMask, backends, sparse_attention
 
 DEVICE = "cuda"
 BACKENDS = ["hopper", "triton"]
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+QUANTISED = ["fp8", "int8"]
+PRECISIONS = ["native", *QUANTISED]
+ON_GPU = [  # the marks of a test for `pytest -m gpu`
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(1800),  # the first call compiles
+]
 
 # Triton compiles a kernel again for a size that is 1, or divisible by 16. These lengths are neither, nor are their
 # numbers of blocks, so that they share kernels: 9 to 15 blocks of 128, 17 to 31 of 64.
@@ -34,6 +42,25 @@ LAYOUTS = {
     "mindiesd": (LENGTH, dict(VIDEO, token_order="mindiesd")),
     "own window": (LENGTH, dict(VIDEO, token_order=(8, 4, 4))),
 }
+TOKEN = LENGTH // 4  # one somewhere
+
+RF_V2 = dict(sparse_type="rf_v2", sparsity=0.6)
+CALL = dict(RF_V2, **VIDEO)  # with the defaults of `sparse_attention`
+USUAL = dict(CALL, predictor="submeans", compensate=True, first_frame="free")  # with those of `rainfusion.enable`
+SUBMEANS = {
+    "plain": dict(RF_V2, predictor="submeans"),
+    "video": dict(CALL, predictor="submeans"),
+    "blocks of 64": dict(CALL, predictor="submeans", block_size=64),
+}
+ADA_BSA = [
+    dict(sparsity=0.5),
+    dict(sparsity=0.0, cdf_threshold=0.9, keep_sink=False, keep_recent=False),
+    dict(sparsity=0.3, is_causal=True),
+    dict(sparsity=0.2, cdf_threshold=0.8, is_causal=True, keep_sink=False),
+]
+
+# Relative L2 error on normal random data. The same rounding done in fp32 gives 0.047 to 0.054 and 0.033 to 0.039.
+MOST = {"fp8": 0.06, "int8": 0.042}
 
 
 def hopper():
@@ -64,6 +91,7 @@ def at_ease():
 
 
 def randn(*shape, dtype=BF16, seed=0):
+    """Drawn in that dtype, on the device: the largest have 2e9 elements."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
 
@@ -128,14 +156,23 @@ def island(x, rows=128, columns=16):
 # --- what should come out --------------------------------------------------------------------------------------------
 
 
+def same(a, b):
+    """Bit for bit, NaN equal to NaN."""
+    if isinstance(a, BlockMask):
+        return torch.equal(a.counts, b.counts) and torch.equal(a.indices, b.indices)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a.nan_to_num(0.125), b.nan_to_num(0.125)) and torch.equal(a.isnan(), b.isnan())
+
+
 def _spans_key(spans):
     return None if spans is None else tuple((span["start"], tuple(span["latent_shape"])) for span in spans)
 
 
 @lru_cache(maxsize=256)
-def _layout(seq_len, latent_shape, txt_len, spans, token_order, block_size):
+def _layout(seq_len, latent_shape, txt_len, spans, token_order, block_size, first_frame):
     spans = spans and [{"start": start, "latent_shape": shape} for start, shape in spans]
-    return oracle.layout(seq_len, latent_shape, txt_len, spans, token_order, block_size)
+    return oracle.layout(seq_len, latent_shape, txt_len, spans, token_order, block_size, first_frame)
 
 
 def layouts(q_len, k_len, kwargs):
@@ -144,11 +181,12 @@ def layouts(q_len, k_len, kwargs):
     latent_q, latent_k = kwargs.get("latent_shape_q"), kwargs.get("latent_shape_k")
     if q_len == k_len:
         latent_q, latent_k = latent_q or latent_k, latent_k or latent_q
+    first = kwargs.get("first_frame", "protected")
     result = []
-    for length, latent in ((q_len, latent_q), (k_len, latent_k)):
+    for length, latent, first_frame in ((q_len, latent_q, first == "protected"), (k_len, latent_k, first != "free")):
         latent = latent and tuple(latent)
         spans, order = _spans_key(kwargs.get("video_spans")), kwargs.get("token_order", "window")
-        order, protected = _layout(length, latent, kwargs.get("txt_len", 0), spans, order, size)
+        order, protected = _layout(length, latent, kwargs.get("txt_len", 0), spans, order, size, first_frame)
         result.append((torch.tensor(order, device=DEVICE), torch.tensor(protected, device=DEVICE)))
     return result
 
@@ -287,6 +325,27 @@ def check(backend, q, k, v, attn_mask=None, lse=True, **kwargs):
         if lse:
             assert_lse(result[1], exact_lse, 4 * unit * (4 + size))
     return result
+
+
+def check_quantised(backend, precision, q, k, v, attn_mask=None, *, most, lse_within=0.05, **kwargs):
+    """As `check`, for an error of at most `most`; `lse_within` None: neither single rows nor the LSE are bounded."""
+    result = attend(backend, q, k, v, attn_mask, precision=precision, return_lse=True, return_mask=True, **kwargs)
+    if result is None:
+        return
+    out, lse, mask = result
+    assert out.isfinite().all()
+    with at_ease():
+        tokens = token_mask(mask.to_dense(), q.shape[2], k.shape[2], kwargs)
+        exact, exact_lse = oracle.attention(q, k, v, tokens, attn_mask, kwargs.get("scale"))
+        assert (out[exact_lse.isneginf()] == 0).all()
+        if not exact.any():
+            assert not out.any()
+            return
+        whole, worst = distances(out, exact)
+        assert whole <= most, f"error {whole:.3g}, allowed {most}"
+        if lse_within:
+            assert worst <= 4 * most, f"error of the worst row {worst:.3g}"
+            assert_lse(lse, exact_lse, lse_within)
 
 
 def check_rows(q, k, v, out, mask, kwargs, picks):

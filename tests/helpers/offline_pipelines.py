@@ -2,6 +2,8 @@
 
 import torch
 
+from helpers import needs_diffusers
+
 WORDS = "a cat dance monkey negative bad quality painting of squirrel eating burger the dog runs"
 
 
@@ -32,6 +34,7 @@ def _quiet(pipe):
 
 
 def wan(experts=1, layers=2):
+    needs_diffusers("transformers", "tokenizers")
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
     torch.manual_seed(0)
@@ -61,6 +64,7 @@ def wan_two_experts():
 
 
 def flux():
+    needs_diffusers("transformers", "tokenizers")
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -88,6 +92,7 @@ def flux():
 
 
 def qwen():
+    needs_diffusers()
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
@@ -112,6 +117,7 @@ def qwen():
 
 def cogvideox():
     """Its scheduler has no step index."""
+    needs_diffusers("transformers", "tokenizers")
     from diffusers import (
         AutoencoderKLCogVideoX,
         CogVideoXDDIMScheduler,

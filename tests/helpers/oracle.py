@@ -11,6 +11,11 @@ def blocks_of(n, size):
     return [range(i, min(i + size, n)) for i in range(0, n, size)]
 
 
+def sides(block_size):
+    """Tokens of a query block, of a key block."""
+    return block_size if isinstance(block_size, tuple) else (block_size, block_size)
+
+
 # --- token orders ----------------------------------------------------------------------------------------------------
 
 
@@ -113,10 +118,11 @@ def mean_scores(q, k, scale, order_q, order_k, keep, block_size):
     """float64 [B, Hq, NQ, NK]"""
     q, k = q.float().double(), k.float().double()
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    q_means = [q[:, :, [order_q[i] for i in block]].mean(2) for block in blocks_of(len(order_q), block_size)]
-    scores = torch.empty(q.shape[0], q.shape[1], len(q_means), math.ceil(len(order_k) / block_size)).double()
+    q_size, k_size = sides(block_size)
+    q_means = [q[:, :, [order_q[i] for i in block]].mean(2) for block in blocks_of(len(order_q), q_size)]
+    scores = torch.empty(q.shape[0], q.shape[1], len(q_means), math.ceil(len(order_k) / k_size)).double()
     for b in range(q.shape[0]):
-        for j, block in enumerate(blocks_of(len(order_k), block_size)):
+        for j, block in enumerate(blocks_of(len(order_k), k_size)):
             tokens = [order_k[i] for i in block if keep[b, order_k[i]]]
             for i, mean in enumerate(q_means):
                 if tokens:
@@ -127,16 +133,21 @@ def mean_scores(q, k, scale, order_q, order_k, keep, block_size):
 
 
 def part_mass(q, k, scale, order_q, order_k, keep, block_size):
-    """float64 [B, Hq, NQ, NK]: softmax over the quarters of all blocks, those without a token left out, then sums."""
-    quarter = block_size // 4
-    probs = mean_scores(q, k, scale, order_q, order_k, keep, quarter).softmax(-1).nan_to_num(0.0)
-    rows, columns = math.ceil(len(order_q) / block_size), math.ceil(len(order_k) / block_size)
+    """float64 [B, Hq, NQ, NK]: softmax over parts of all blocks, those without a token left out, then sums.
+
+    A part is a quarter of a query block, and as many tokens of a key block.
+    """
+    q_size, k_size = sides(block_size)
+    part = q_size // 4
+    n = k_size // part  # parts of a key block
+    probs = mean_scores(q, k, scale, order_q, order_k, keep, part).softmax(-1).nan_to_num(0.0)
+    rows, columns = math.ceil(len(order_q) / q_size), math.ceil(len(order_k) / k_size)
     mass = torch.empty(*probs.shape[:2], rows, columns).double()
     for i in range(rows):
         for j in range(columns):
-            mass[:, :, i, j] = probs[:, :, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].flatten(2).sum(2)
+            mass[:, :, i, j] = probs[:, :, 4 * i : 4 * i + 4, n * j : n * j + n].flatten(2).sum(2)
             for b in range(len(mass)):
-                if not any(keep[b, order_k[t]] for t in range(j * block_size, min((j + 1) * block_size, len(order_k)))):
+                if not any(keep[b, order_k[t]] for t in range(j * k_size, min((j + 1) * k_size, len(order_k)))):
                     mass[b, :, :, j] = -math.inf
     return mass
 
@@ -250,11 +261,12 @@ def compensated(q, k, v, dense, order_q, order_k, block_size, attn_mask=None, sc
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf).double()
-    blocks = blocks_of(len(order_k), block_size)
+    q_size, k_size = sides(block_size)
+    blocks = blocks_of(len(order_k), k_size)
     for b in range(q.shape[0]):
         live = [[order_k[i] for i in block if keep[b, order_k[i]]] for block in blocks]
         for h in range(q.shape[1]):
-            for row, rows in enumerate(blocks_of(len(order_q), block_size)):
+            for row, rows in enumerate(blocks_of(len(order_q), q_size)):
                 tokens = [t for j, block in enumerate(live) if dense[b, h, row, j] for t in block]
                 skipped = [block for j, block in enumerate(live) if block and not dense[b, h, row, j]]
                 if not tokens and not skipped:
@@ -275,8 +287,8 @@ def expand(dense, order_q, order_k, block_size):
     q_block = torch.empty(len(order_q), dtype=torch.long)
     k_block = torch.empty(len(order_k), dtype=torch.long)
     for position, token in enumerate(order_q):
-        q_block[token] = position // block_size
+        q_block[token] = position // sides(block_size)[0]
     for position, token in enumerate(order_k):
-        k_block[token] = position // block_size
+        k_block[token] = position // sides(block_size)[1]
     tokens.copy_(dense[:, :, q_block][..., k_block])
     return tokens

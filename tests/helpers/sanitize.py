@@ -1,7 +1,7 @@
 """A few small calls through every kernel, for NVIDIA's checkers; each prints what it ran.
 
-    compute-sanitizer --tool memcheck python3 tests/sanitize.py      # also racecheck, synccheck and initcheck
-    python3 tests/sanitize.py hopper                                 # one backend alone
+    compute-sanitizer --tool memcheck python3 tests/helpers/sanitize.py      # also racecheck, synccheck and initcheck
+    python3 tests/helpers/sanitize.py hopper                                 # one backend alone
 
 Every tensor is an allocation of its own, so that a step outside one is a step outside memory.
 """

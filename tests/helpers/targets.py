@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -202,8 +202,9 @@ def launches(target: Target, everything: bool) -> list[Launch]:
 
 def run(call: Call, backend: Any) -> None:
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
-    from rainfusion import BlockMask, checks, pipeline
-    from rainfusion.prediction import budgets
+    from helpers.planned import request
+    from rainfusion import BlockMask
+    from rainfusion.pipeline import predict
 
     def tensor(heads: int) -> torch.Tensor:
         if call.strided:
@@ -213,18 +214,19 @@ def run(call: Call, backend: Any) -> None:
     q = tensor(4)
     k, v = (tensor(2 if call.masked else 4) for _ in range(2))
     keep = torch.ones(1, LENGTH, dtype=torch.bool) if call.masked else None
-    options = checks.options(q, k, predicts=not call.given, **call.options)
-    layouts = pipeline.layouts(q, k, options)
     mask = None
     if call.given:
-        blocks = layouts[0].num_blocks
-        mask = BlockMask.from_dense(torch.ones(1, 4, blocks, blocks, dtype=torch.bool), options.block_size)
-    numbers = [] if options.strategy != "rf_v2" else budgets.numbers(options, LENGTH, LENGTH)
-    backend.attend(
-        q, k, v, mask, *layouts, keep=keep, bias=None, options=options, numbers=numbers, return_lse=call.return_lse
-    )
-    if not call.given:
-        backend.predict(q, k, keep, options, numbers, *layouts)
+        size = call.options.get("block_size", 128)
+        blocks = -(-LENGTH // size)
+        mask = BlockMask.from_dense(torch.ones(1, 4, blocks, blocks, dtype=torch.bool), size)
+    # planned for a backend that runs here, then asked of the one that is looked at
+    options = {name: value for name, value in call.options.items() if name != "precision"}
+    asked = request(q, k, v, keep, mask, return_lse=call.return_lse, **options)
+    asked = asked._replace(method=replace(asked.method, precision=call.options.get("precision", "native")))
+    keys = backend.prepare(asked)
+    backend.attend(asked, keys, mask if mask is not None else predict(asked, backend, keys))
+    if asked.predicts:
+        predict(asked, backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +341,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as cache:  # what an earlier run compiled does not count
         os.environ["TRITON_CACHE_DIR"] = cache
         sys.exit(main())

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+from helpers import needs_diffusers
+
+diffusers = needs_diffusers()
 
 randn = torch.randn
 
@@ -178,6 +179,8 @@ def wan_animate() -> Tiny:
 @family
 def wan_animate_2() -> Tiny:
     """The pass over the reference: the other one insists on the flex backend with a BlockMask."""
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
     model = build(
         "WanAnimate2Transformer3DModel",
         text_len=12,
@@ -906,6 +909,8 @@ def flux2_kv() -> Tiny:
 
     Of the 39 tokens of that call 12 + 24 could pass for the text and the first image of `img_ids`.
     """
+    from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
+
     model, inputs, _ = flux2_references()
     for block in model.transformer_blocks:
         block.attn.set_processor(Flux2KVAttnProcessor())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -255,6 +256,23 @@ def test_a_clip_does_not_depend_on_its_batch_and_guidance_one_is_the_prompt_alon
     assert not torch.allclose(together, sampling.sample(made, prompts, steps=2, seed=5, guidance=1.0), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (dict(size=33), "size must be a multiple of 2, the side of this model's patches, got 33; try 32 or 34"),
+        (dict(size=1), "size must be a multiple of 2, the side of this model's patches, got 1; try 2"),
+        (dict(size=0), "size must be a multiple of 2, the side of this model's patches, got 0; try 2"),
+        (dict(size=-4), "size must be a multiple of 2, the side of this model's patches, got -4; try 2"),
+        (dict(frames=0), "frames must be at least 1, got 0"),
+        (dict(steps=0), "steps must be at least 1, got 0"),
+        (dict(guidance=math.nan), "guidance must be a finite number, got nan"),
+    ],
+)
+def test_a_clip_that_cannot_be_sampled_is_refused(asked, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        sampling.sample(random_model(SMALL), data.random_prompts(1, generator()), **asked)
+
+
 def test_times_run_from_noise_to_data():
     schedule = sampling.times(10)
     assert schedule[0] == 1 and schedule[-1] == 0 and (schedule.diff() < 0).all() and schedule[5] > 0.5
@@ -347,6 +365,40 @@ def test_the_command_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
     notes = weights.about(export)
     assert notes["step"] == "8" and float(notes["loss"]) < 2
     assert "--size tiny --steps 8" in notes["command"] and str(tmp_path) not in "".join(notes.values())
+
+
+def test_training_looks_at_its_options_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "run", lambda *args, **kwargs: pytest.fail("it began to train"))
+    checkpoint = tmp_path / "lab.pt"
+    for words, said in [
+        (["--out", str(tmp_path)], "--out must name a file, got the folder"),
+        (["--out", str(checkpoint), "--export", str(tmp_path)], "--export must name a file, got the folder"),
+        (["--out", str(checkpoint), "--export", str(checkpoint)], "--export must be another file than --out"),
+        (["--out", str(checkpoint), "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--out", str(checkpoint), "--log-every", "0"], "--log-every must be at least 1, got 0"),
+        (["--out", str(checkpoint), "--rate", "nan"], "--rate must be a finite number, got nan"),
+        (["--out", str(checkpoint), "--rate", "-1"], "--rate must be above 0, got -1.0"),
+        (["--out", str(checkpoint), "--seconds", "nan"], "--seconds must be at least 0, got nan"),
+        (["--out", str(checkpoint), "--seed", "-3"], "--seed must be in [0, "),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            training.main(["--size", "tiny", "--device", "cpu", *words])
+        assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(training.RECIPES, "tiny", RECIPE)
+    command = ["--size", "tiny", "--device", "cpu", "--out", str(tmp_path / "lab.pt")]
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "advance", interrupt)
+    assert training.main(command) == 130
+    assert f"interrupted; {tmp_path / 'lab.pt'} was not written yet" in capsys.readouterr().err
+    Trainer(RECIPE).save(tmp_path / "lab.pt")
+    assert training.main([*command, "--resume"]) == 130
+    assert "the same command with --resume goes on with it" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path):

@@ -326,9 +326,18 @@ def test_the_calls_are_of_steps_that_are_sparse(study):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 SETTINGS = dict(
-    prompts=3, steps=4, guidance=2.5, frames=9, size=64, dense_steps=0, seed=0, backend="portable", device="cpu",
-    torch="2.11", weights="0",
-)  # fmt: skip
+    prompts=3,
+    steps=4,
+    guidance=2.5,
+    frames=9,
+    size=64,
+    dense_steps=0,
+    seed=0,
+    backend="portable",
+    device="cpu",
+    torch="2.11",
+    weights="0",
+)
 
 
 def made_up(*rows):
@@ -362,6 +371,12 @@ def test_rows_come_back_from_a_file(tmp_path):
     assert "failed: broken at 0.3: ValueError: no" in (tmp_path / "quality.md").read_text()
     (tmp_path / "quality.json").write_text("[]")
     with pytest.raises(ValueError, match="must be a file of rainfusion quality --out"):
+        comparison.read(tmp_path)
+    (tmp_path / "quality.json").write_text("{")
+    with pytest.raises(ValueError, match=r"quality\.json must be a file of rainfusion quality .* got no JSON"):
+        comparison.read(tmp_path)
+    (tmp_path / "quality.json").write_text('{"settings": {}, "about": {}, "rows": [{"name": "base"}]}')
+    with pytest.raises(ValueError, match=r"got rows with other fields: .*'name'"):
         comparison.read(tmp_path)
 
 
@@ -400,10 +415,14 @@ def test_the_command_writes_its_files_and_resumes(capsys, tiny, tmp_path, monkey
     found = json.loads((out / "quality.json").read_text())
     rows = {(row["method"], row["target"], row["nominal"]): row for row in found["rows"]}
     assert list(rows) == [
-        ("dense", None, None), ("dense, other kernel", None, None), ("rf_v2 2x8x8", 0.1, None),
-        ("nearest in 3-D", 0.1, None), ("rf_v2 2x8x8", 0.6, None), ("nearest in 3-D", 0.6, None),
+        ("dense", None, None),
+        ("dense, other kernel", None, None),
+        ("rf_v2 2x8x8", 0.1, None),
+        ("nearest in 3-D", 0.1, None),
+        ("rf_v2 2x8x8", 0.6, None),
+        ("nearest in 3-D", 0.6, None),
         ("rf_v2 2x8x8", None, 0.5),
-    ]  # fmt: skip
+    ]
     assert rows["rf_v2 2x8x8", 0.1, None]["psnr"] == []  # the first frame and the text are more than that
     row = rows["rf_v2 2x8x8", 0.6, None]
     assert len(row["psnr"]) == len(row["temporal"]) == 2 and abs(row["density"] - 0.6) < 1 / 11
@@ -449,6 +468,12 @@ def test_the_command_refuses_what_it_does_not_know(capsys, tiny):
     assert "--dense-steps must be in 0..5 for 6 steps, got 6" in refused(capsys, "--quick", "--dense-steps", "6")
     assert "--sheet needs --out DIR" in refused(capsys, "--sheet")
     assert "--prompts must be at least 1, got 0" in refused(capsys, "--prompts", "0")
+    for number in ("nan", "inf"):
+        assert f"--guidance must be a finite number, got {number}" in refused(capsys, "--guidance", number)
+    assert "--size must be at least 1, got 0" in refused(capsys, "--size", "0")
+    assert "--seed must be in [0, 4294967295], got -1" in refused(capsys, "--seed", "-1")
+    said = refused(capsys, "--size", "33", "--weights", str(tiny), "--device", "cpu")
+    assert "--size must be a multiple of 2, the side of this model's patches, got 33; try 32 or 34" in said
     assert "no weights at" in refused(capsys, "--weights", str(Path(tiny).with_name("other")))
 
 

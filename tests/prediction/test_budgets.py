@@ -6,10 +6,11 @@ import math
 import numpy
 import pytest
 import torch
-from test_attention import qkv
 
 from helpers import oracle
-from rainfusion import BlockMask, Profile, checks, pipeline, predict_mask, sparse_attention
+from helpers.inputs import qkv
+from helpers.planned import planned
+from rainfusion import BlockMask, Profile, pipeline, predict_mask, sparse_attention
 from rainfusion.prediction import budgets, error_curves
 from rainfusion.prediction.calibration import GRID, LayerCurves, Recorder, allocate, convex_pieces
 
@@ -68,8 +69,8 @@ def test_the_first_frame_by_its_options():
 def test_density_is_known_before_a_call():
     q, k, _ = qkv(1, 2, LENGTH, 8)
     for kwargs in (dict(sparsity=[0.9, 0.3], exact_budget=True), dict(sparsity=0.6, exact_budget=True)):
-        options = checks.options(q, k, predicts=True, **VIDEO, **kwargs)
-        known = budgets.density(options, LENGTH, LENGTH)
+        _, plan = planned(q, k, **VIDEO, **kwargs)
+        known = budgets.density(plan.method, plan.q_spec, plan.k_spec)
         assert known == pytest.approx(predict_mask(q, k, **VIDEO, **kwargs).density())
 
 
@@ -123,11 +124,8 @@ def test_wrong_budgets_are_errors_that_say_so(kwargs, error, says):
 
 
 def curves_of(q, k, v, attn_mask=None, **kwargs):
-    options = checks.options(q, k, predicts=True, **kwargs)
-    keep, bias = checks.key_mask(attn_mask, q, k)
-    layouts = pipeline.layouts(q, k, options)
-    scores = pipeline.block_scores(q, k, keep, options, *layouts, "portable")
-    return error_curves.curves(q, k, v, scores, keep, bias, options, *layouts), scores, layouts
+    request, scores = pipeline.block_scores(*planned(q, k, v, attn_mask, **kwargs))
+    return error_curves.curves(request, scores), scores, (request.q_layout, request.k_layout)
 
 
 @pytest.mark.parametrize("compensate", [False, True])
@@ -155,8 +153,7 @@ def test_curves_are_the_errors_of_masks_with_so_many_blocks(compensate, masked):
 
 def test_the_sample_is_spread_over_rows_that_may_be_sparse():
     q, k, _ = qkv(1, 1, LENGTH, 8)
-    options = checks.options(q, k, predicts=True, sparsity=0.5, **VIDEO)
-    layout, _ = pipeline.layouts(q, k, options)
+    layout = planned(q, k, sparsity=0.5, **VIDEO)[1].layouts[0]
     tokens, rows = error_curves._sample(layout, torch.device("cpu"))
     assert set(rows.tolist()) == set((~layout.protected).nonzero().flatten().tolist())
     assert rows.bincount().max() <= 17  # of 64, in four rows
@@ -235,9 +232,8 @@ def test_pieces_of_a_curve_are_steepest_first():
 @pytest.mark.parametrize(("length", "sparsity"), [(8 * 128, 0.6), (27 * 128 - 5, 0.8), (5 * 128, 0.3)])
 def test_a_profile_computes_no_more_than_was_asked_for(length, sparsity):
     q, k, v = structured(length)
-    options = checks.options(q, k, predicts=True, sparsity=0.5, sparse_type="rf_v2")
     recorder = Recorder(sparsity)
-    recorder.add("0", q, k, v, None, None, options, "portable")
+    recorder.add("0", *planned(q, k, v, sparsity=0.5, sparse_type="rf_v2"))
     found = list(allocate(recorder.layers, sparsity)["0"])
     mask = predict_mask(q, k, sparse_type="rf_v2", sparsity=found, exact_budget=True)
     blocks = mask.num_k_blocks
@@ -255,10 +251,9 @@ def test_a_head_that_attends_to_one_key_needs_its_block():
 def test_a_recorder_finds_the_head_that_needs_more():
     q, k, v = structured(heads=2)
     q = torch.cat([0.05 * q[:, :1], 3.0 * q[:, 1:]], 1)  # one head attends evenly, one to few
-    options = checks.options(q, k, predicts=True, sparsity=0.5, **VIDEO)
     recorder = Recorder()
-    recorder.add("0", q, k, v, None, None, options, "portable")
-    recorder.add("0", q, k, v, None, None, options, "portable")
+    recorder.add("0", *planned(q, k, v, sparsity=0.5, **VIDEO))
+    recorder.add("0", *planned(q, k, v, sparsity=0.5, **VIDEO))
     assert recorder.layers["0"].calls == 2
     even, sharp = recorder.layers["0"].error
     assert even[GRID // 2] > sharp[GRID // 2]

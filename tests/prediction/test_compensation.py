@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from helpers import oracle
+from helpers.inputs import qkv
 from rainfusion import BlockMask, sparse_attention
 from rainfusion.backends import triton as triton_backend
+
+pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter, compilers
 
 GRID, TXT = (3, 8, 9), 20
 LENGTH = 3 * 8 * 9 + TXT  # 236: a ragged last block
@@ -21,15 +24,6 @@ CALLS = {
 BACKENDS = ["portable", "reference", "triton"]
 
 
-def qkv(length, heads=2, k_heads=1, dim=24, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, number, length, dim, generator=generator, dtype=torch.float64)
-        for number in (heads, k_heads, k_heads)
-    )
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
 def layout_of(kwargs, length):
     if kwargs["sparse_type"] == "ada_bsa":
         return list(range(length))
@@ -42,7 +36,7 @@ def layout_of(kwargs, length):
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_what_the_definition_says(name, backend, masked):
     kwargs, length = CALLS[name]
-    q, k, v = qkv(length)
+    q, k, v = qkv(2, 2, length, 24, k_heads=1)
     attn_mask = None
     if masked is not None:
         attn_mask = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -60,7 +54,7 @@ def test_it_is_what_the_definition_says(name, backend, masked):
 
 
 def test_it_is_nearer_to_dense_attention():
-    q, k, v = (x.clone() for x in qkv(700, heads=1))
+    q, k, v = (x.clone() for x in qkv(2, 1, 700, 24))
     k += 2 * torch.randn(6, 24).repeat_interleave(128, 0)[:700]  # blocks with something in common
     dense = sparse_attention(q, k, v)
     errors = [
@@ -71,7 +65,7 @@ def test_it_is_nearer_to_dense_attention():
 
 
 def test_nothing_skipped_is_nothing_added():
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     full = BlockMask.full(2, 2, 300, 300)
     plain = sparse_attention(q, k, v, sparse_type="rf_v2", mask=full)
     torch.testing.assert_close(sparse_attention(q, k, v, sparse_type="rf_v2", mask=full, compensate=True), plain)
@@ -79,7 +73,7 @@ def test_nothing_skipped_is_nothing_added():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_stands_behind_the_counts_of_a_mask_does_not_matter(backend):
-    q, k, v = qkv(600)
+    q, k, v = qkv(2, 2, 600, 24, k_heads=1)
     dense = torch.zeros(2, 2, 5, 5, dtype=torch.bool)
     dense[..., :2] = True
     tidy = BlockMask.from_dense(dense)
@@ -92,7 +86,7 @@ def test_what_stands_behind_the_counts_of_a_mask_does_not_matter(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_default_dtype_changes_nothing(backend):
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     kwargs = dict(PLAIN, compensate=True, backend=backend, return_lse=True)
     expected = sparse_attention(q, k, v, **kwargs)
     torch.set_default_dtype(torch.bfloat16)
@@ -104,11 +98,11 @@ def test_another_default_dtype_changes_nothing(backend):
 
 
 def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     asked = []
     prepare = triton_backend.prepare
     monkeypatch.setattr(
-        triton_backend, "prepare", lambda *args, **kw: (asked.append(kw["stand_ins"]), prepare(*args, **kw))[1]
+        triton_backend, "prepare", lambda request: (asked.append(request.method.compensate), prepare(request))[1]
     )
     for sparsity in (0.0, 0.7):
         sparse_attention(q, k, v, **dict(PLAIN, sparsity=sparsity), compensate=True, backend="triton", return_lse=True)
@@ -118,7 +112,7 @@ def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
 
 def test_keys_that_are_all_alike_give_dense_attention():
     """Then the mean of a block is each of its keys."""
-    q, k, v = qkv(600)
+    q, k, v = qkv(2, 2, 600, 24, k_heads=1)
     k, v = k[:, :, :1].expand(-1, -1, 600, -1), v[:, :, :1].expand(-1, -1, 600, -1)
     out, lse = sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, compensate=True, return_lse=True)
     dense, dense_lse = sparse_attention(q, k, v, return_lse=True)
@@ -128,7 +122,7 @@ def test_keys_that_are_all_alike_give_dense_attention():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_any_key_are_zero(backend):
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     nothing = torch.zeros(2, 300, dtype=torch.bool)
     out, lse = sparse_attention(q, k, v, nothing, **PLAIN, compensate=True, backend=backend, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -136,7 +130,7 @@ def test_rows_without_any_key_are_zero(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_shows(backend):
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     q[0, 0, 5], v[1, 0, 250] = torch.nan, torch.nan
     out = sparse_attention(q, k, v, **PLAIN, compensate=True, backend=backend)
     assert out[0, 0, 5].isnan().all() and out[1].isnan().all()
@@ -145,7 +139,7 @@ def test_nan_shows(backend):
 
 def test_it_compiles():
     torch._dynamo.reset()
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
 
     def call(q, k, v):
         return sparse_attention(q, k, v, **PLAIN, compensate=True)
@@ -154,7 +148,7 @@ def test_it_compiles():
 
 
 def test_double_precision():
-    q, k, v = qkv(300, dtype=torch.float64)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1, dtype=torch.float64)
     out, mask = sparse_attention(q, k, v, **PLAIN, compensate=True, return_mask=True)
     order = layout_of(PLAIN, 300)
     exact, _ = oracle.compensated(q, k, v, mask.to_dense(), order, order, 64)
@@ -162,7 +156,7 @@ def test_double_precision():
 
 
 def test_not_with_causal_attention():
-    q, k, v = qkv(300)
+    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     with pytest.raises(ValueError, match="compensate must be False with is_causal"):
         sparse_attention(q, k, v, sparse_type="ada_bsa", is_causal=True, compensate=True)
     with pytest.raises(TypeError, match="compensate must be True or False"):

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from helpers import oracle
 from helpers.fuzz import examples
+from helpers.inputs import randn
 from rainfusion import BlockMask, predict_mask, sparse_attention
 from rainfusion.prediction import predictors
 from rainfusion.prediction.predictors import antidiagonal_mass
 from rainfusion.prediction.selection import keep_mass
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def near_ties(scores, keep):

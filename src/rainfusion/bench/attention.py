@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TextIO
@@ -22,12 +23,14 @@ from torch import Tensor
 import rainfusion
 from rainfusion.bench import contest, results, timing
 from rainfusion.bench.contest import device_name
-from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.inputs import Precision, SparseType, attention_inputs, call_arguments
 from rainfusion.bench.memory import peak_memory
+from rainfusion.bench.pictures import Panel
 from rainfusion.bench.results import Row
 from rainfusion.bench.shapes import SHAPES, Shape
 from rainfusion.bench.verification import verify
 from rainfusion.layout import TokenLayout
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 _CPU_REPEATS, _GPU_REPEATS = 5, 50
@@ -35,7 +38,7 @@ _CPU_REPEATS, _GPU_REPEATS = 5, 50
 
 @dataclass(frozen=True)
 class Result:
-    """One row. Times are medians in milliseconds; the speed-up is None where the result was found wrong."""
+    """One row of the table. Times are medians in milliseconds; a result that was found wrong has no speed-up."""
 
     shape: str
     device: str
@@ -54,7 +57,7 @@ class Result:
     error_to_float64: float  # relative L2 over the same blocks: what the arithmetic loses
     allowed_error: float
     right: bool
-    peak_mb: float | None  # of the sparse call, its output included
+    peak_mb: float | None  # the most that the sparse call held, its output included
     torch: str
     rainfusion: str
 
@@ -63,12 +66,12 @@ class Result:
 def measure(
     shape: Shape,
     *,
-    sparse_type: str = "rf_v2",
+    sparse_type: SparseType = "rf_v2",
     sparsity: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     backend: str = "auto",
-    precision: str = "native",
+    precision: Precision = "native",
     batch: int | None = None,
     heads: int | None = None,
     repeats: int = 5,
@@ -77,7 +80,7 @@ def measure(
 ) -> Result:
     """Checks the sparse result, then times dense and sparse calls in turn."""
     device = torch.device(device)
-    batch, heads = batch or shape.batch, heads or shape.heads
+    batch, heads = shape.batch if batch is None else batch, shape.heads if heads is None else heads
     sparsity = shape.sparsity if sparsity is None else sparsity
     tell("inputs")
     q, k, v = attention_inputs(shape, batch=batch, heads=heads, dtype=dtype, device=device, seed=seed)
@@ -124,7 +127,7 @@ def measure(
     )
 
 
-def _layout(shape: Shape, sparse_type: str) -> TokenLayout:
+def _layout(shape: Shape, sparse_type: SparseType) -> TokenLayout:
     if sparse_type != "rf_v2":
         return TokenLayout.build(shape.seq_len)
     return TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len)
@@ -137,22 +140,30 @@ def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.devi
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
-def format_results(results: list[Result]) -> str:
-    header = ("shape", "heads", "tokens", "type", "dtype", "dense ms", "sparse ms", "speed-up", "sparsity", "density",
-              "vs dense", "vs fp64", "peak MB")  # fmt: skip
-    rows = [
-        (
-            r.shape, str(r.heads), str(r.tokens), r.sparse_type, r.dtype, f"{r.dense_ms:.1f}", f"{r.sparse_ms:.1f}",
-            f"{r.speedup:.2f}x" if r.speedup is not None else "WRONG", f"{r.sparsity:.2f}", f"{r.density:.3f}",
-            f"{r.error_to_dense:.4f}", f"{r.error_to_float64:.1e}", "-" if r.peak_mb is None else f"{r.peak_mb:.0f}",
-        )
-        for r in results
-    ]  # fmt: skip
-    return table(header, rows)
+_COLUMNS: dict[str, Callable[[Result], str]] = {
+    "shape": lambda result: result.shape,
+    "heads": lambda result: str(result.heads),
+    "tokens": lambda result: str(result.tokens),
+    "type": lambda result: result.sparse_type,
+    "dtype": lambda result: result.dtype,
+    "dense ms": lambda result: f"{result.dense_ms:.1f}",
+    "sparse ms": lambda result: f"{result.sparse_ms:.1f}",
+    "speed-up": lambda result: "WRONG" if result.speedup is None else f"{result.speedup:.2f}x",
+    "sparsity": lambda result: f"{result.sparsity:.2f}",
+    "density": lambda result: f"{result.density:.3f}",
+    "vs dense": lambda result: f"{result.error_to_dense:.4f}",
+    "vs fp64": lambda result: f"{result.error_to_float64:.1e}",
+    "peak MB": lambda result: results.form(result.peak_mb, ".0f"),
+}
+
+
+def format_results(found: Sequence[Result]) -> str:
+    """The results as a table."""
+    return table(tuple(_COLUMNS), [tuple(cell(result) for cell in _COLUMNS.values()) for result in found])
 
 
 def default_shapes(device: torch.device) -> list[Shape]:
-    """Seconds each on a CPU; the real sizes elsewhere."""
+    """The shapes that are measured without names: on a CPU those that take seconds, elsewhere the real ones."""
     return [shape for shape in SHAPES.values() if shape.small == (device.type == "cpu")]
 
 
@@ -163,27 +174,31 @@ class Plan:
     shapes: Sequence[Shape]
     device: torch.device
     dtype: torch.dtype
-    sparse_types: Sequence[str] = ("rf_v2",)
-    sparsities: Sequence[float | None] = (None,)  # None: the shape's own
-    precisions: Sequence[str] = ("native",)
+    sparse_types: Sequence[SparseType] = ("rf_v2",)
+    sparsities: Sequence[float | None] = (None,)  # None stands for the shape's own
+    precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
-    batch: int | None = None  # None: the shape's own
+    batch: int | None = None  # None stands for the shape's own, here and for the heads
     heads: int | None = None
-    repeats: int | None = None  # None: more on a GPU
-    seconds: float = 2.0  # for each contender on each shape, on a GPU
+    repeats: int | None = None  # None stands for 5 rounds on a CPU and 50 on a GPU
+    seconds: float = 2.0  # the time of each contender on each shape, on a GPU
     seed: int = 0
     flex: bool = False
     as_json: bool = False
     csv: Path | None = None
     plot: Path | None = None
-    panels: Sequence[str] | None = None  # of the plot
+    panels: Sequence[Panel] | None = None  # what to plot; None stands for all that there is
 
     @property
     def rounds(self) -> int:
-        return self.repeats or (_GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS)
+        """How often each call is timed, at most."""
+        if self.repeats is not None:
+            return self.repeats
+        return _GPU_REPEATS if self.device.type == "cuda" else _CPU_REPEATS
 
     @property
-    def jobs(self) -> list[tuple[Shape, str, float | None]]:
+    def jobs(self) -> list[tuple[Shape, SparseType, float | None]]:
+        """Every shape with every sparse type and every sparsity."""
         return list(product(self.shapes, self.sparse_types, self.sparsities))
 
 
@@ -194,23 +209,27 @@ def run(plan: Plan) -> int:
 
 
 def _run_pair(plan: Plan) -> int:
-    """Dense and sparse."""
-    from tqdm import tqdm
-
+    """Times torch's dense attention and one sparse call for each job."""
     found = []
-    with tqdm(list(product(plan.jobs, plan.precisions)), desc="bench", unit="shape", file=sys.stderr) as bar:
-        for (shape, kind, sparsity), precision in bar:
-
-            def tell(stage: str, name: str = shape.name) -> None:
-                bar.set_postfix_str(
-                    f"{name}: {stage}", refresh=sys.stderr.isatty()
-                )  # in a log, a line a call is enough
-
+    jobs = list(product(plan.jobs, plan.precisions))
+    with Progress("bench", len(jobs), "call") as progress:
+        for (shape, kind, sparsity), precision in jobs:
             result = measure(
-                shape, sparse_type=kind, sparsity=sparsity, dtype=plan.dtype, device=plan.device, backend=plan.backend,
-                precision=precision, batch=plan.batch, heads=plan.heads, repeats=plan.rounds, seed=plan.seed, tell=tell,
-            )  # fmt: skip
+                shape,
+                sparse_type=kind,
+                sparsity=sparsity,
+                dtype=plan.dtype,
+                device=plan.device,
+                backend=plan.backend,
+                precision=precision,
+                batch=plan.batch,
+                heads=plan.heads,
+                repeats=plan.rounds,
+                seed=plan.seed,
+                tell=partial(_tell, progress, shape),
+            )
             found.append(result)
+            progress.advance()
     if plan.as_json:
         _say(json.dumps([asdict(result) for result in found], indent=2))
     else:
@@ -222,32 +241,36 @@ def _run_pair(plan: Plan) -> int:
 
 
 def _run_contest(plan: Plan) -> int:
-    """All contenders. Rows go to the file after every call, so that a run which is cut short leaves what it has."""
-    from tqdm import tqdm
-
+    """Times all contenders for each job. Rows are kept after every job, so that one which is cut short leaves some."""
     if plan.csv is not None and plan.csv.exists():
         results.read(plan.csv)  # a file of another kind is refused before the work, not after
     rows: list[Row] = []
-    remarks: dict[str, list[str]] = {}  # -> the shapes that they concern
+    remarks: dict[str, list[str]] = {}  # remark -> the shapes that it concerns
     broken = False
-    with tqdm(plan.jobs, desc="bench", unit="call", file=sys.stderr) as bar:
-        bar.set_postfix_str("matmul")
+    with Progress("bench", len(plan.jobs), "call") as progress:
+        progress.note("matmul")
         matmul = timing.matmul_tflops(plan.device) if plan.device.type == "cuda" else None
-        for shape, kind, sparsity in bar:
-
-            def tell(stage: str, name: str = shape.name) -> None:
-                bar.set_postfix_str(
-                    f"{name}: {stage}", refresh=sys.stderr.isatty()
-                )  # in a log, a line a call is enough
-
+        for shape, kind, sparsity in plan.jobs:
             outcome = contest.measure(
-                shape, sparse_type=kind, sparsity=sparsity, precisions=plan.precisions, dtype=plan.dtype,
-                device=plan.device, backend=plan.backend, batch=plan.batch, heads=plan.heads, repeats=plan.rounds,
-                seconds=plan.seconds, seed=plan.seed, flex=plan.flex, matmul_tflops=matmul, tell=tell,
-            )  # fmt: skip
+                shape,
+                sparse_type=kind,
+                sparsity=sparsity,
+                precisions=plan.precisions,
+                dtype=plan.dtype,
+                device=plan.device,
+                backend=plan.backend,
+                batch=plan.batch,
+                heads=plan.heads,
+                repeats=plan.rounds,
+                seconds=plan.seconds,
+                seed=plan.seed,
+                flex=plan.flex,
+                matmul_tflops=matmul,
+                tell=partial(_tell, progress, shape),
+            )
             if plan.device.type == "cuda":
                 gc.collect()
-                torch.cuda.empty_cache()  # of the graphs
+                torch.cuda.empty_cache()  # frees the memory of CUDA graphs
             rows += outcome.rows
             broken = broken or bool(outcome.broken)
             for kind_of, about in (("left out", outcome.left_out), ("BROKEN", outcome.broken)):
@@ -256,7 +279,8 @@ def _run_contest(plan: Plan) -> int:
             if plan.csv is not None:
                 results.update(plan.csv, outcome.rows)
             for line in _summary(outcome.rows):
-                bar.write(line, file=sys.stderr)
+                progress.say(line)
+            progress.advance()
     notes = sys.stderr if plan.as_json else sys.stdout
     for remark, names in remarks.items():
         where = "" if len(names) == len(plan.jobs) else f" ({', '.join(dict.fromkeys(names))})"
@@ -270,6 +294,10 @@ def _run_contest(plan: Plan) -> int:
         _say(results.format_rows(rows))
     wrong = any(not row.right for row in rows if row.contender.endswith((" kernel", " call", " graph")))
     return 1 if wrong or broken else 0
+
+
+def _tell(progress: Progress, shape: Shape, stage: str) -> None:
+    progress.note(f"{shape.name}: {stage}")
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -294,7 +322,7 @@ def _heading(rows: Sequence[Row], plan: Plan) -> str:
     )
 
 
-def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as_json: bool) -> int:
+def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[Panel] | None, as_json: bool) -> int:
     """The rows of a file as a picture, a table or JSON, without measuring anything."""
     rows = results.read(csv)
     if plot is not None:
@@ -306,7 +334,7 @@ def draw_from_csv(csv: Path, plot: Path | None, panels: Sequence[str] | None, as
     return 0
 
 
-def _draw(rows: Sequence[Row], path: Path, panels: Sequence[str] | None, notes: TextIO) -> None:
+def _draw(rows: Sequence[Row], path: Path, panels: Sequence[Panel] | None, notes: TextIO) -> None:
     from rainfusion.bench.pictures import speedup_figure
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 Call = Callable[[], Tensor]
 
@@ -35,8 +38,12 @@ class Setting(NamedTuple):
 
 
 class Baseline(Protocol):
+    """Something else that computes attention, to compare with."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the table calls it."""
+
     @property
     def dense(self) -> bool:
         """Whether it computes every block."""
@@ -49,8 +56,12 @@ class Baseline(Protocol):
     def same_blocks(self) -> bool:
         """Whether it attends to our blocks (or to all, if dense), so that rows can be checked."""
 
-    def why_not(self, q: Tensor) -> str | None: ...
-    def prepare(self, settings: Sequence[Setting]) -> list[Call]: ...
+    def why_not(self, q: Tensor) -> str | None:
+        """Says in words why it cannot run on tensors like q; None where it can."""
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        """Returns the calls to time, one for each setting: the same call on different memory."""
+
     @property
     def reordered(self) -> bool:
         """Whether its calls return tokens in the layout's order."""
@@ -65,7 +76,7 @@ def _needs_half_on_cuda(q: Tensor) -> str | None:
 
 
 def _not_importable(module: str, *names: str) -> str | None:
-    """Why these names cannot be had from a module."""
+    """Says why these names cannot be had from a module; None where they can."""
     if find_spec(module) is None:
         return f"{module} is not installed"
     try:
@@ -77,6 +88,7 @@ def _not_importable(module: str, *names: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
@@ -138,6 +150,8 @@ class TorchDefault:
 
 @dataclass(frozen=True)
 class FlashAttention3:
+    """Dense attention by FlashAttention-3, on Hopper GPUs."""
+
     name: str = "FlashAttention-3"
     dense: bool = True
     exact: bool = True
@@ -182,7 +196,7 @@ class SageAttention:
 
 @dataclass(frozen=True)
 class SpargeAttention:
-    """Its own choice of as many blocks as ours, in the caller's order, with int8 and fp8 products; the whole call."""
+    """Sparse attention by SpargeAttn: the whole call, which chooses as many blocks as ours; int8 and fp8 products."""
 
     name: str = "SpargeAttn"
     dense: bool = False
@@ -222,7 +236,7 @@ class FlexAttention:
     def prepare(self, settings: Sequence[Setting]) -> list[Call]:
         from torch.nn.attention import flex_attention as flex
 
-        torch._dynamo.reset()  # after a few shapes it would give up compiling, and hold all logits at once
+        torch._dynamo.reset()  # without it torch gives up compiling after a few shapes, and holds all logits at once
         attend: Any = torch.compile(flex.flex_attention, dynamic=False)
         mask = settings[0].mask
         block_mask = flex_block_mask(mask, settings[0].q.shape[2], settings[0].k.shape[2])
@@ -245,14 +259,18 @@ class FlexAttention:
         return [partial(call, qkv) for qkv in inputs]
 
 
-def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> Any:
-    """Our mask as FlexAttention's: every kept block is a full one, so that no element is masked but the ragged end."""
+def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> FlexBlockMask:
+    """Our mask as one of FlexAttention. Every kept block is a full one: no element is masked but the ragged end."""
     from torch.nn.attention import flex_attention as flex
 
     return flex.BlockMask.from_kv_blocks(
-        torch.zeros_like(mask.counts), mask.indices, mask.counts, mask.indices, BLOCK_SIZE=mask.block_size,
+        torch.zeros_like(mask.counts),
+        mask.indices,
+        mask.counts,
+        mask.indices,
+        BLOCK_SIZE=mask.block_size,
         seq_lengths=(q_len, k_len),
-    )  # fmt: skip
+    )
 
 
 DENSE: tuple[Baseline, ...] = (

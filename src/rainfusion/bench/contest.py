@@ -21,7 +21,7 @@ import rainfusion
 from rainfusion import backends, checks, pipeline
 from rainfusion.bench import baselines, timing
 from rainfusion.bench.baselines import Baseline, Call, Setting, first_line
-from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.inputs import Precision, SparseType, attention_inputs, call_arguments
 from rainfusion.bench.memory import peak_memory
 from rainfusion.bench.results import Row
 from rainfusion.bench.shapes import Shape
@@ -32,13 +32,15 @@ from rainfusion.layout import TokenLayout
 from rainfusion.prediction import budgets
 
 _BASELINE_SLACK = 3.0  # other libraries round in other places: this finds a wrong setup, not a lost bit
-_CHECKED_ROWS = 12  # blocks of rows
+_CHECKED_ROWS = 12  # blocks of rows that are computed again in float64
 
 
 class Outcome(NamedTuple):
+    """What a contest found."""
+
     rows: list[Row]
-    left_out: dict[str, str]  # contender -> why
-    broken: dict[str, str]  # the same for contenders of ours, which should have run
+    left_out: dict[str, str]  # contender that did not run -> why
+    broken: dict[str, str]  # contender of ours that should have run -> what went wrong
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class _Contender:
     exact: bool
     ours: bool
     density: float
-    tflop: float  # of a call
+    tflop: float  # the work of one call
     peak_mb: float | None
     error_to_dense: float
     verdict: Verdict | None
@@ -61,18 +63,18 @@ class _Contender:
 
 
 def dense_tflop(q: Tensor, k: Tensor) -> float:
-    """q k^T and p v, two operations for each product: 4 B H Sq Sk D."""
+    """4 B H Sq Sk D: q k^T and p v, with two operations for each product."""
     batch, heads, q_len, head_dim = q.shape
     return 4 * batch * heads * q_len * k.shape[2] * head_dim / 1e12
 
 
 def kept_tflop(mask: BlockMask, head_dim: int) -> float:
-    """The same over the kept blocks, each of them counted whole."""
+    """4 D and the area of the kept blocks: q k^T and p v over them, each of them counted whole."""
     return 4 * head_dim * mask.block_size**2 * int(mask.counts.sum(dtype=torch.int64)) / 1e12
 
 
 def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str) -> Call:
-    """The attention kernel as a call, with everything before it done.
+    """The attention kernel as a call, with everything that comes before the kernel done beforehand.
 
     The one place that knows the stages of `backends.triton` and `backends.hopper`.
     """
@@ -81,28 +83,41 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, options: Options, runner: str)
     extra = {} if options.precision == "native" else {"precision": options.precision}
     mask = None
     numbers = budgets.numbers(options, q.shape[2], k.shape[2])
-    if options.strategy == "ada_bsa":  # from k as it is, before it may be quantised
+    if options.strategy == "ada_bsa":  # it predicts from k as it is, before k may be quantised
         mask = backend.predict(q, k, None, options, numbers, q_layout, k_layout)
     with backends.triton.device_guard(q):
         keys = backend.prepare(
-            k, v, k_layout, None, None, pool=backends.triton.pooled_parts(mask, options), stand_ins=options.compensate,
+            k,
+            v,
+            k_layout,
+            None,
+            None,
+            pool=backends.triton.pooled_parts(mask, options),
+            stand_ins=options.compensate,
             **extra,
-        )  # fmt: skip
+        )
         mask, rows = backend.choose_blocks(q, keys, mask, q_layout, k_layout, None, options, numbers)
 
     def call() -> Tensor:
         with backends.triton.device_guard(q):
             out, _ = backend.attend_blocks(
-                q, keys, mask, rows, q_layout, scale=options.scale, is_causal=options.is_causal,
-                inner_precise=options.inner_precise, return_lse=False,
-            )  # fmt: skip
+                q,
+                keys,
+                mask,
+                rows,
+                q_layout,
+                scale=options.scale,
+                is_causal=options.is_causal,
+                inner_precise=options.inner_precise,
+                return_lse=False,
+            )
         return out  # type: ignore[no-any-return]
 
     return call
 
 
 def replayed(call: Call, device: torch.device) -> Call:
-    """The same call from a CUDA graph: its result is always in the same memory."""
+    """A call as a replay of a CUDA graph of it. Its result is always in the same memory."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -125,9 +140,9 @@ def replayed(call: Call, device: torch.device) -> Call:
 def measure(
     shape: Shape,
     *,
-    sparse_type: str = "rf_v2",
+    sparse_type: SparseType = "rf_v2",
     sparsity: float | None = None,
-    precisions: Sequence[str] = ("native",),
+    precisions: Sequence[Precision] = ("native",),
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     backend: str = "auto",
@@ -144,12 +159,14 @@ def measure(
     contest = _Contest(
         shape, sparse_type, shape.sparsity if sparsity is None else sparsity, dtype, torch.device(device), tell
     )
-    contest.make_inputs(batch or shape.batch, heads or shape.heads, seed)
+    contest.make_inputs(shape.batch if batch is None else batch, shape.heads if heads is None else heads, seed)
     contest.enter_ours(backend, precisions)
     for baseline in (*baselines.DENSE, *baselines.SPARSE, *(baselines.FLEX if flex else ())):
         contest.enter(baseline)
     contest.reference = None
-    contest.contenders.sort(key=lambda contender: (not contender.dense, contender.ours))  # dense, sparse, ours
+    contest.contenders.sort(
+        key=lambda contender: (not contender.dense, contender.ours)
+    )  # dense ones come first, then sparse ones, then ours
     calls = [contender.calls for contender in contest.contenders]
     timings = timing.take_turns(calls, timing.clock_for(contest.device), repeats=repeats, seconds=seconds, tell=tell)
     rows = contest.rows(timings, matmul_tflops)
@@ -157,12 +174,12 @@ def measure(
 
 
 class _Contest:
-    """The contenders of one call, as they are entered."""
+    """One attention call, and the contenders that were entered for it so far."""
 
     def __init__(
         self,
         shape: Shape,
-        sparse_type: str,
+        sparse_type: SparseType,
         sparsity: float,
         dtype: torch.dtype,
         device: torch.device,
@@ -176,9 +193,10 @@ class _Contest:
         self.broken: dict[str, str] = {}
         self.sets: list[tuple[Tensor, Tensor, Tensor]] = []
         self.mask: BlockMask | None = None
-        self.reference: Tensor | None = None  # dense attention
+        self.reference: Tensor | None = None  # the result of dense attention
 
     def make_inputs(self, batch: int, heads: int, seed: int) -> None:
+        """Makes q, k and v, and copies of them where a cache would hold one set."""
         self.tell("inputs")
         first = attention_inputs(self.shape, batch=batch, heads=heads, dtype=self.dtype, device=self.device, seed=seed)
         copies = timing.copies_needed(first, timing.cache_bytes(self.device))
@@ -194,7 +212,8 @@ class _Contest:
     # -----------------------------------------------------------------------------------------------------------------
     # ours
 
-    def enter_ours(self, backend: str, precisions: Sequence[str]) -> None:
+    def enter_ours(self, backend: str, precisions: Sequence[Precision]) -> None:
+        """Enters our kernel, the whole call and its CUDA graph in each precision, and notes those that cannot run."""
         q, k, v = self.sets[0]
         refusals: list[str] = []
         for precision in precisions:
@@ -230,7 +249,7 @@ class _Contest:
                     mask = rainfusion.sparse_attention(*self.sets[0], **kwargs, return_mask=True)[1]
                     self.mask = self.mask or mask
                 self._check_ours(name, precision, make(), mask)
-            except Exception as error:  # the others still run; the exit status tells
+            except Exception as error:  # the other contenders still run, and the exit status tells
                 self.broken[f"{name} in {precision}"] = first_line(error)
 
     def _why_no_stage(self, stage: str, runner: str) -> str | None:
@@ -246,17 +265,25 @@ class _Contest:
         out, peak = self._run(calls[0])
         self.contenders.append(
             _Contender(
-                name=name, calls=calls, precision=precision, dense=False, exact=precision == "native", ours=True,
-                density=mask.density(), tflop=kept_tflop(mask, self.shape.head_dim),
-                peak_mb=None if name.endswith("graph") else peak, error_to_dense=self._error_to_dense(out),
+                name=name,
+                calls=calls,
+                precision=precision,
+                dense=False,
+                exact=precision == "native",
+                ours=True,
+                density=mask.density(),
+                tflop=kept_tflop(mask, self.shape.head_dim),
+                peak_mb=None if name.endswith("graph") else peak,
+                error_to_dense=self._error_to_dense(out),
                 verdict=self._verify(out, mask, self.layout, None if precision == "native" else QUANTISED_ERROR, 1.5),
             )
-        )  # fmt: skip
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # others
 
     def enter(self, baseline: Baseline) -> None:
+        """Enters a baseline, or notes why it cannot run."""
         reason = baseline.why_not(self.sets[0][0])
         if reason is None and self.mask is None and not baseline.dense:
             reason = "there is no mask, since none of ours ran"
@@ -264,7 +291,7 @@ class _Contest:
             self.tell(baseline.name)
             try:
                 self._check_baseline(baseline)
-            except Exception as error:  # it is not ours to mend
+            except Exception as error:  # what another library does is not ours to mend
                 reason = f"failed: {first_line(error)}"
         if reason is not None:
             self.left_out[baseline.name] = reason
@@ -284,19 +311,26 @@ class _Contest:
         density = 1.0 if baseline.dense else mask.density()
         self.contenders.append(
             _Contender(
-                name=baseline.name, calls=calls, precision="native" if baseline.exact else "int8",
-                dense=baseline.dense, exact=baseline.exact, ours=False, density=density,
-                tflop=dense_tflop(q, k) if baseline.dense else kept_tflop(mask, self.shape.head_dim), peak_mb=peak,
-                error_to_dense=self._error_to_dense(out), verdict=verdict,
+                name=baseline.name,
+                calls=calls,
+                precision="native" if baseline.exact else "int8",
+                dense=baseline.dense,
+                exact=baseline.exact,
+                ours=False,
+                density=density,
+                tflop=dense_tflop(q, k) if baseline.dense else kept_tflop(mask, self.shape.head_dim),
+                peak_mb=peak,
+                error_to_dense=self._error_to_dense(out),
+                verdict=verdict,
             )
-        )  # fmt: skip
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # checks
 
     def _run(self, call: Call) -> tuple[Tensor, float | None]:
-        """-> the result, and the most megabytes held beyond it."""
-        call()  # compiles, tunes, fills caches
+        """Returns the result of a call, and the most megabytes that the call held beyond it."""
+        call()  # the first call compiles, tunes and fills caches
         out, peak = peak_memory(call, self.device)
         if peak is None:
             return out, None
@@ -315,6 +349,7 @@ class _Contest:
     # rows
 
     def rows(self, timings: Sequence[timing.Timing], matmul_tflops: float | None) -> list[Row]:
+        """A row for each contender, in the order of the timings."""
         measured = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         pairs = list(zip(self.contenders, timings, strict=True))
         times = {contender.name + contender.precision: t.ms for contender, t in pairs}
@@ -363,14 +398,14 @@ class _Contest:
 
 
 def _full_mask(q: Tensor, k: Tensor) -> BlockMask:
-    """Every block, without a list for each head."""
+    """A mask of every block, whose heads share one list."""
     one = BlockMask.full(1, 1, q.shape[2], k.shape[2], device=q.device)
     batch, heads = q.shape[:2]
     return BlockMask(one.counts.expand(batch, heads, -1), one.indices.expand(batch, heads, -1, -1))
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """Relative L2 distance, a head at a time."""
+    """|out - exact| / |exact| over all elements, summed in float64 a head at a time."""
     difference = sum(
         (ours.double() - theirs.double()).square().sum()
         for ours, theirs in zip(out.flatten(0, 1), exact.flatten(0, 1), strict=True)
@@ -380,12 +415,14 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 
 
 def device_name(device: torch.device) -> str:
+    """The name of a GPU; of a CPU its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
 
 
 def versions() -> dict[str, str]:
+    """The versions of rainfusion, torch and Triton that run here."""
     try:
         triton = str(import_module("triton").__version__)
     except ImportError:

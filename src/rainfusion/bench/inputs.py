@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from rainfusion.bench import synthetic
 from rainfusion.bench.shapes import Shape
 
-_DISTINCT_HEADS = 4  # made on the CPU; on a GPU the others are these with other noise, which takes no time
+_DISTINCT_HEADS = 4  # heads that are made on the CPU; on a GPU the others are these with other noise, which is quick
 _NOISE = 0.1
+
+SparseType = Literal["rf_v2", "ada_bsa"]
+Precision = Literal["native", "fp8", "int8"]
 
 
 def attention_inputs(
     shape: Shape, *, batch: int, heads: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [batch, heads, S, D]."""
+    """Synthetic q, k and v [batch, heads, S, D] for a shape."""
     if device.type != "cuda":
         parts = [_one(shape, heads, dtype, device, seed + b) for b in range(batch)]
         q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -29,7 +32,7 @@ def attention_inputs(
     return q, k, v
 
 
-@lru_cache(maxsize=1)  # a sweep over sparsities has the same inputs every time; nobody writes into them
+@lru_cache(maxsize=1)  # a sweep over sparsities has the same inputs every time, and nobody writes into them
 def _one(shape: Shape, heads: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     if shape.latent_shape is None:
         return synthetic.tokens_qkv(shape.tokens, heads, shape.head_dim, seed=seed, dtype=dtype, device=device)
@@ -40,7 +43,7 @@ def _one(shape: Shape, heads: int, dtype: torch.dtype, device: torch.device, see
 
 
 def _spread(x: Tensor, batch: int, heads: int, generator: torch.Generator) -> Tensor:
-    """A few heads [few, S, D] -> [batch, heads, S, D], noise on all but the first few."""
+    """Repeats a few heads [few, S, D] to [batch, heads, S, D], with noise on all but the first few."""
     few = x.shape[0]
     out = x.new_empty((batch, heads, *x.shape[1:]))
     for number, part in enumerate(out.view(batch * heads, *x.shape[1:])):
@@ -50,8 +53,8 @@ def _spread(x: Tensor, batch: int, heads: int, generator: torch.Generator) -> Te
     return out
 
 
-def call_arguments(shape: Shape, sparse_type: str, sparsity: float) -> dict[str, Any]:
-    """Of `sparse_attention`, beside the tensors."""
+def call_arguments(shape: Shape, sparse_type: SparseType, sparsity: float) -> dict[str, Any]:
+    """Keywords of `sparse_attention` for a shape, beside the tensors."""
     arguments: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity)
     if sparse_type == "rf_v2":
         latent = None if shape.latent_shape is None else list(shape.latent_shape)

@@ -1,4 +1,4 @@
-"""`rainfusion inspect`: what a call looks like: its token order and the block mask of each head."""
+"""`rainfusion inspect`: the token order of a call and the block mask of each head, as text and as pictures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from torch import Tensor
 
 import rainfusion
 from rainfusion.bench import pictures, synthetic
+from rainfusion.bench.inputs import SparseType
 from rainfusion.layout import TokenLayout
+
+MASK, ORDER = FILES = ("mask.png", "order.png")
 
 
 def load_tensors(path: Path) -> tuple[Tensor, Tensor]:
-    """q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`."""
+    """Reads q and k of a call that was saved with `torch.save({"q": q, "k": k}, path)`."""
     wrong = f"--tensors must name a file written by torch.save({{'q': q, 'k': k}}, ...), got {path}"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -34,7 +37,7 @@ def run(
     txt_len: int,
     token_order: str | Sequence[int],
     block_size: int,
-    sparse_type: str,
+    sparse_type: SparseType,
     sparsity: float,
     cdf_threshold: float,
     heads: int,
@@ -43,6 +46,7 @@ def run(
     input_layout: str,
     out: Path | None,
 ) -> int:
+    """Prints the order of a grid's tokens and the masks of two heads, and draws all of them into the folder `out`."""
     seq_len = txt_len + math.prod(latent_shape)
     layout = TokenLayout.build(seq_len, latent_shape, txt_len, None, token_order, block_size)
     if tensors is None:
@@ -70,9 +74,9 @@ def run(
         print(pictures.mask_text(mask, head=head))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        figures = {"mask.png": pictures.mask_figure(mask, heads=range(mask.indices.shape[1]), title=mask_title)}
+        figures = {MASK: pictures.mask_figure(mask, heads=range(mask.indices.shape[1]), title=mask_title)}
         if sparse_type == "rf_v2":
-            figures["order.png"] = pictures.order_figure(layout, latent_shape, txt_len, order_title)
+            figures[ORDER] = pictures.order_figure(layout, latent_shape, txt_len, order_title)
         for name, figure in figures.items():
             figure.savefig(out / name)
         print(f"\nwrote {', '.join(str(out / name) for name in figures)}")

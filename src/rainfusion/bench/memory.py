@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def peak_memory(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """What `work` returns, and the most bytes it held at once beyond those held before.
+    """Runs `work` and returns its result, and the most bytes it held at once beyond those held before.
 
-    Its result counts. None where the system does not tell: on a CPU the kernel's own count of resident memory is read,
-    which only Linux has.
+    The result counts among them. They are None where the system does not tell: on a CPU the kernel's own count of
+    resident memory is read, which only Linux has.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -23,255 +22,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import rainfusion
 from rainfusion.bench import results, timing
+from rainfusion.bench.architectures import MODELS, Model, Size, build
 from rainfusion.bench.baselines import first_line
 from rainfusion.bench.contest import device_name, versions
+from rainfusion.bench.inputs import Precision, SparseType
+from rainfusion.bench.results import form
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
-REPEATS = 3  # timed forwards, where the caller does not say
+REPEATS = 3  # forwards that are timed, where the caller does not say
 LEAST_TOKENS = 1024  # shorter sequences that attend to themselves are text, not the picture
-_STRIDE = 16  # pixels a token in each direction: an 8x VAE and patches of 2, or a 16x VAE
-_FRAME_STRIDE = 4  # frames a latent frame, after the first
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the models
-
-
-class Size(NamedTuple):
-    height: int
-    width: int
-    frames: int
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Tokens: 720 x 1280 pixels, 81 frames -> (21, 45, 80)."""
-        return (self.frames - 1) // _FRAME_STRIDE + 1, self.height // _STRIDE, self.width // _STRIDE
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self if self.frames > 1 else self[:2]))
-
-
-Config = Mapping[str, Any]
-Inputs = Callable[[Config, Size, torch.device, torch.dtype], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A transformer as its repository configures it, and the call that its pipeline makes."""
-
-    name: str
-    class_name: str  # in diffusers
-    config: Config
-    stacks: tuple[str, ...]  # the entries of the config that count blocks
-    billions: float  # of parameters
-    inputs: Inputs
-    size: Size
-    text_tokens: int  # that take part in self-attention
-    forwards: int  # of a denoising step: two with classifier-free guidance
-    steps: int  # of a run, as its repository has it
-    sparsity: float
-    note: str = ""
-
-    def config_of(self, layers: int | None) -> dict[str, Any]:
-        """With at most `layers` blocks of each kind."""
-        fewer = {} if layers is None else {key: min(layers, self.config[key]) for key in self.stacks}
-        return {**self.config, **fewer}
-
-    def layers(self, layers: int | None = None) -> int:
-        return sum(self.config_of(layers)[key] for key in self.stacks)
-
-    def tokens(self, size: Size) -> int:
-        return self.text_tokens + math.prod(size.grid)
-
-    def check(self, size: Size, layers: int | None) -> None:
-        for name, pixels in (("--height", size.height), ("--width", size.width)):
-            if pixels < _STRIDE or pixels % _STRIDE:
-                raise ValueError(f"{name} must be a multiple of {_STRIDE}, got {pixels}")
-        if self.size.frames == 1 and size.frames != 1:
-            raise ValueError(f"--frames must be 1 for {self.name}, which makes images, got {size.frames}")
-        if size.frames < 1 or (size.frames - 1) % _FRAME_STRIDE:
-            raise ValueError(f"--frames must be 1 more than a multiple of {_FRAME_STRIDE}, got {size.frames}")
-        most = max(self.config[key] for key in self.stacks)
-        if layers is not None and not 1 <= layers <= most:
-            raise ValueError(f"--layers must be in [1, {most}] for {self.name}, got {layers}")
-
-
-def _wan_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The text, 512 tokens padded with zeros, is only attended to across."""
-    like: Any = dict(device=device, dtype=dtype)
-    t, h, w = size.grid
-    _, patch_h, patch_w = config["patch_size"]
-    return dict(
-        hidden_states=torch.randn(1, config["in_channels"], t, patch_h * h, patch_w * w, **like),
-        timestep=torch.full((1,), 500, device=device),
-        encoder_hidden_states=torch.randn(1, 512, config["text_dim"], **like),
-    )
-
-
-def _qwen_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """One prompt has no padding, and then the pipeline passes no mask."""
-    like: Any = dict(device=device, dtype=dtype)
-    return dict(
-        hidden_states=torch.randn(1, math.prod(size.grid), config["in_channels"], **like),
-        timestep=torch.full((1,), 0.5, **like),
-        encoder_hidden_states=torch.randn(1, 256, config["joint_attention_dim"], **like),
-        encoder_hidden_states_mask=None,
-        img_shapes=[[size.grid]],
-    )
-
-
-def _flux_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    like: Any = dict(device=device, dtype=dtype)
-    _, h, w = size.grid
-    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-    img_ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1)  # [h * w, 3]
-    return dict(
-        hidden_states=torch.randn(1, h * w, config["in_channels"], **like),
-        timestep=torch.full((1,), 0.5, **like),
-        guidance=torch.full((1,), 3.5, device=device, dtype=torch.float32),
-        encoder_hidden_states=torch.randn(1, 512, config["joint_attention_dim"], **like),
-        pooled_projections=torch.randn(1, config["pooled_projection_dim"], **like),
-        txt_ids=torch.zeros(512, 3, **like),
-        img_ids=img_ids.to(**like),
-    )
-
-
-def _hunyuan15_inputs(config: Config, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Text to video without text to draw: of 1000 prompt tokens a quarter is used, glyphs and image are all padding."""
-    like: Any = dict(device=device, dtype=dtype)
-    latents = config["out_channels"]
-    video = torch.randn(1, config["in_channels"], *size.grid, **like)
-    video[:, latents:] = 0  # the first frame and its mask: none
-    prompt_mask = torch.zeros(1, 1000, **like)
-    prompt_mask[:, :256] = 1
-    return dict(
-        hidden_states=video,
-        timestep=torch.full((1,), 500.0, **like),
-        encoder_hidden_states=torch.randn(1, 1000, config["text_embed_dim"], **like),
-        encoder_attention_mask=prompt_mask,
-        encoder_hidden_states_2=torch.zeros(1, 256, config["text_embed_2_dim"], **like),
-        encoder_attention_mask_2=torch.zeros(1, 256, **like),
-        image_embeds=torch.zeros(1, 729, config["image_embed_dim"], **like),
-    )
-
-
-_WAN = dict(
-    patch_size=(1, 2, 2), attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096, freq_dim=256,
-    cross_attn_norm=True, qk_norm="rms_norm_across_heads", eps=1e-6, image_dim=None, added_kv_proj_dim=None,
-    rope_max_seq_len=1024,
-)  # fmt: skip
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model(
-            "wan2.2-a14b", "WanTransformer3DModel",
-            dict(_WAN, num_attention_heads=40, ffn_dim=13824, num_layers=40), ("num_layers",), 14.3,
-            _wan_inputs, Size(720, 1280, 81), text_tokens=0, forwards=2, steps=40, sparsity=0.8,
-            note="one of its two experts: a forward runs one",
-        ),
-        Model(
-            "wan2.1-1.3b", "WanTransformer3DModel",
-            dict(_WAN, num_attention_heads=12, ffn_dim=8960, num_layers=30), ("num_layers",), 1.4,
-            _wan_inputs, Size(480, 832, 81), text_tokens=0, forwards=2, steps=50, sparsity=0.8,
-        ),
-        Model(
-            "hunyuanvideo-1.5", "HunyuanVideo15Transformer3DModel",
-            dict(
-                in_channels=65, out_channels=32, num_attention_heads=16, attention_head_dim=128, num_layers=54,
-                num_refiner_layers=2, mlp_ratio=4.0, patch_size=1, patch_size_t=1, qk_norm="rms_norm",
-                text_embed_dim=3584, text_embed_2_dim=1472, image_embed_dim=1152, rope_theta=256.0,
-                rope_axes_dim=(16, 56, 56), target_size=960, task_type="t2v",
-            ),
-            ("num_layers",), 8.3,
-            _hunyuan15_inputs, Size(720, 1280, 121), text_tokens=1985, forwards=2, steps=50, sparsity=0.8,
-            note="each layer makes a mask of tokens x tokens, which dense attention reads",
-        ),
-        Model(
-            "qwen-image", "QwenImageTransformer2DModel",
-            dict(
-                patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128,
-                num_attention_heads=24, joint_attention_dim=3584, guidance_embeds=False, axes_dims_rope=(16, 56, 56),
-            ),
-            ("num_layers",), 20.4,
-            _qwen_inputs, Size(1024, 1024, 1), text_tokens=256, forwards=2, steps=50, sparsity=0.6,
-        ),
-        Model(
-            "flux", "FluxTransformer2DModel",
-            dict(
-                patch_size=1, in_channels=64, out_channels=None, num_layers=19, num_single_layers=38,
-                attention_head_dim=128, num_attention_heads=24, joint_attention_dim=4096, pooled_projection_dim=768,
-                guidance_embeds=True, axes_dims_rope=(16, 56, 56),
-            ),
-            ("num_layers", "num_single_layers"), 11.9,
-            _flux_inputs, Size(1024, 1024, 1), text_tokens=512, forwards=1, steps=28, sparsity=0.6,
-            note="FLUX.1-dev, whose guidance is an input",
-        ),
-    )
-}  # fmt: skip
-
-# ---------------------------------------------------------------------------------------------------------------------
-# random weights
-
-
-def build(
-    model: Model, layers: int | None, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> tuple[nn.Module, float]:
-    """-> the transformer, and how many billions of parameters it has. They never exist but on the device."""
-    with _parameters_on_meta():
-        transformer: nn.Module = getattr(import_module("diffusers"), model.class_name)(**model.config_of(layers))
-    _fill(transformer, device, dtype, seed)
-    transformer.to(device)  # the buffers: tables of RoPE, which are made as ever and keep their dtype
-    return transformer.eval(), sum(parameter.numel() for parameter in transformer.parameters()) / 1e9
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as soon as a module has them, before anyone fills it; other tensors stay real."""
-    register = nn.Module.register_parameter
-
-    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, None if param is None else nn.Parameter(param.detach().to("meta"), requires_grad=False))
-
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _fill(transformer: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Norms are the identity, biases zero, and every product keeps the size of its input."""
-    kept = set(getattr(transformer, "_keep_in_fp32_modules", None) or ())  # what diffusers loads in fp32, as it does
-    generator = torch.Generator(device).manual_seed(seed)
-    for path, module in transformer.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            in_fp32 = kept.intersection([*path.split("."), name])
-            weight = torch.empty(parameter.shape, device=device, dtype=torch.float32 if in_fp32 else dtype)
-            if weight.ndim > 1:
-                weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
-            else:
-                weight.fill_(1.0 if name == "weight" else 0.0)
-            setattr(module, name, nn.Parameter(weight, requires_grad=False))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # attention in a dense forward
 
 
-def dense_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """torch's own attention, cuDNN first where it can."""
+def dense_kernels(device: torch.device) -> AbstractContextManager[object]:
+    """Inside this, torch's own attention takes cuDNN's kernel where it can."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    order = [
-        SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-    ]  # fmt: skip
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True)
 
 
@@ -281,7 +58,7 @@ class AttentionMeter(TorchFunctionMode):
     def __init__(self, device: torch.device, least_tokens: int) -> None:
         super().__init__()
         self.device, self.least_tokens = device, least_tokens
-        self.lengths: list[int] = []  # of the calls that count
+        self.lengths: list[int] = []  # tokens of each call that counts
         self._marks: list[tuple[Any, Any]] = []
 
     def __torch_function__(
@@ -311,7 +88,7 @@ class AttentionMeter(TorchFunctionMode):
         return time.perf_counter()
 
     def milliseconds(self) -> float:
-        """Of all calls that counted."""
+        """The time of all calls that counted, together."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return float(sum(start.elapsed_time(end) for start, end in self._marks))
@@ -323,23 +100,36 @@ class AttentionMeter(TorchFunctionMode):
 
 
 KEY = (
-    "gpu", "model", "height", "width", "frames", "layers", "dtype", "compiled", "attention", "precision", "sparsity",
-    "rainfusion", "torch", "triton", "diffusers",
-)  # fmt: skip
+    "gpu",
+    "model",
+    "height",
+    "width",
+    "frames",
+    "layers",
+    "dtype",
+    "compiled",
+    "attention",
+    "precision",
+    "sparsity",
+    "rainfusion",
+    "torch",
+    "triton",
+    "diffusers",
+)
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One way to run one model at one size. None where there is nothing to say; no speed-up where it went wrong."""
+    """One way to run one model at one size. A number is None where there is nothing to say."""
 
     gpu: str
     model: str
     height: int
     width: int
     frames: int
-    layers: int  # that were built
-    all_layers: int  # of the model
-    tokens: int  # of self-attention
+    layers: int  # blocks that were built
+    all_layers: int  # blocks that the whole model has
+    tokens: int  # the length of self-attention
     dtype: str
     compiled: bool
     attention: str  # "dense", "rf_v2" or "ada_bsa"
@@ -349,55 +139,65 @@ class ModelRow:
     torch: str
     triton: str
     diffusers: str
-    density: float | None  # mean over layers
-    seconds: float  # of a forward, median
-    low_seconds: float  # quartiles
-    high_seconds: float
+    density: float | None  # the mean over layers
+    seconds: float  # the median time of a forward
+    low_seconds: float  # the lower quartile
+    high_seconds: float  # the upper quartile
     rounds: int
-    forwards: int  # of a denoising step
+    forwards: int  # forwards in a denoising step
     step_seconds: float
-    speedup: float | None  # against the dense forwards of the same run
-    attention_share: float | None  # of the dense forward, that goes into self-attention
-    sparse_calls: int  # of attention, in one forward
-    dense_calls: int
-    peak_gb: float | None  # weights included
-    error_to_dense: float | None  # relative L2 of the output, with random weights
-    right: bool  # the output is finite
-    measured: str  # UTC
+    speedup: float | None  # how much faster than the dense forwards of the same run; None where it went wrong
+    attention_share: float | None  # the part of a dense forward's time that is self-attention
+    sparse_calls: int  # attention calls of one forward that were sparse
+    dense_calls: int  # attention calls of one forward that were dense
+    peak_gb: float | None  # the most memory that was held, weights included
+    error_to_dense: float | None  # relative L2 difference of the outputs, with random weights
+    right: bool  # whether the output is finite
+    measured: str  # the time of measurement, in UTC
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """What a later measurement must have in common to replace this row."""
         return tuple(getattr(self, name) for name in KEY)
 
     @property
     def size(self) -> Size:
+        """Height, width and frames together."""
         return Size(self.height, self.width, self.frames)
 
 
 def format_rows(rows: Sequence[ModelRow], steps: int | None = None) -> str:
-    """`steps` of a whole run: the model's own number unless given."""
-    header = (
-        "model", "size", "tokens", "attention", "precision", "sparsity", "density", "s/forward", "s/step", "s/run",
-        "speed-up", "attention share", "sparse calls", "peak GB", "vs dense",
-    )  # fmt: skip
-    return table(header, [_cells(row, steps) for row in rows])
+    """The rows as a table. A whole run has `steps` steps; None stands for the model's own number."""
+    return table(tuple(_COLUMNS), [tuple(cell(row, steps) for cell in _COLUMNS.values()) for row in rows])
 
 
-def _cells(row: ModelRow, steps: int | None) -> tuple[str, ...]:
-    fewer = f" ({row.layers} of {row.all_layers} layers)" if row.layers < row.all_layers else ""
-    known = MODELS.get(row.model)
-    steps = steps or (known.steps if known else None)
-    return (
-        row.model + fewer, str(row.size), str(row.tokens), row.attention,
-        row.dtype if row.precision == "native" else row.precision, f"{row.sparsity:.2f}",
-        "-" if row.density is None else f"{row.density:.3f}", f"{row.seconds:.3f}", f"{row.step_seconds:.3f}",
-        "-" if steps is None else f"{steps} x = {steps * row.step_seconds:.1f}",
-        ("-" if row.speedup is None else f"{row.speedup:.2f}x") if row.right else "WRONG",
-        "-" if row.attention_share is None else f"{row.attention_share:.0%}",
-        f"{row.sparse_calls}/{row.sparse_calls + row.dense_calls}",
-        "-" if row.peak_gb is None else f"{row.peak_gb:.1f}",
-        "-" if row.error_to_dense is None else f"{row.error_to_dense:.4f}",
-    )  # fmt: skip
+def _name(row: ModelRow) -> str:
+    return row.model + (f" ({row.layers} of {row.all_layers} layers)" if row.layers < row.all_layers else "")
+
+
+def _run_seconds(row: ModelRow, steps: int | None) -> str:
+    if steps is None and row.model in MODELS:
+        steps = MODELS[row.model].steps
+    return "-" if steps is None else f"{steps} x = {steps * row.step_seconds:.1f}"
+
+
+_COLUMNS: dict[str, Callable[[ModelRow, int | None], str]] = {  # heading -> the cell of a row, for a number of steps
+    "model": lambda row, _: _name(row),
+    "size": lambda row, _: str(row.size),
+    "tokens": lambda row, _: str(row.tokens),
+    "attention": lambda row, _: row.attention,
+    "precision": lambda row, _: row.dtype if row.precision == "native" else row.precision,
+    "sparsity": lambda row, _: f"{row.sparsity:.2f}",
+    "density": lambda row, _: form(row.density, ".3f"),
+    "s/forward": lambda row, _: f"{row.seconds:.3f}",
+    "s/step": lambda row, _: f"{row.step_seconds:.3f}",
+    "s/run": _run_seconds,
+    "speed-up": lambda row, _: form(row.speedup, ".2f", "x") if row.right else "WRONG",
+    "attention share": lambda row, _: form(row.attention_share, ".0%"),
+    "sparse calls": lambda row, _: f"{row.sparse_calls}/{row.sparse_calls + row.dense_calls}",
+    "peak GB": lambda row, _: form(row.peak_gb, ".1f"),
+    "vs dense": lambda row, _: form(row.error_to_dense, ".4f"),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,17 +206,17 @@ def _cells(row: ModelRow, steps: int | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """One model at one size."""
+    """One model at one size, and the ways to run it."""
 
     model: Model
     size: Size
     device: torch.device
     dtype: torch.dtype
-    layers: int | None = None  # None: all
-    sparse_types: Sequence[str] = ("rf_v2",)
-    precisions: Sequence[str] = ("native",)
+    layers: int | None = None  # None stands for all
+    sparse_types: Sequence[SparseType] = ("rf_v2",)
+    precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
-    sparsity: float | None = None  # None: the model's own
+    sparsity: float | None = None  # None stands for the model's own
     repeats: int = REPEATS
     seed: int = 0
     compiled: bool = False
@@ -424,14 +224,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
+    """What measuring one model found."""
+
     rows: list[ModelRow] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # way to run -> why
-    broken: dict[str, str] = field(default_factory=dict)  # the same for what should have run
+    left_out: dict[str, str] = field(default_factory=dict)  # way to run that was refused -> why
+    broken: dict[str, str] = field(default_factory=dict)  # way to run that should have worked -> what went wrong
     remarks: list[str] = field(default_factory=list)
 
 
 class _Ran(NamedTuple):
-    """A few forwards of one way to run."""
+    """What a few forwards of one way to run gave."""
 
     out: Tensor
     time: timing.Timing
@@ -443,7 +245,7 @@ def measure(
     tell: Callable[[str], None] = lambda _: None,
     keep: Callable[[ModelRow], None] = lambda _: None,
 ) -> Outcome:
-    """Builds the model, runs it dense and then sparse in each precision. `keep` gets every row when it is there."""
+    """Builds the model, runs it dense and then sparse in each precision. `keep` is called with every row at once."""
     measurement = _Measurement(job, tell, keep)
     with torch.inference_mode(), dense_kernels(job.device):
         measurement.attempt("dense", measurement.meter)
@@ -460,14 +262,14 @@ class _Measurement:
     def __init__(self, job: Job, tell: Callable[[str], None], keep: Callable[[ModelRow], None]) -> None:
         self.job, self.tell, self.keep = job, tell, keep
         self.outcome = Outcome()
-        self.reference: Tensor | None = None  # the dense output
+        self.reference: Tensor | None = None  # the output of a dense forward
         self.dense_seconds: float | None = None
         self.attention_ms, self.attention_calls = 0.0, 0
         tell("weights")
-        import_module("diffusers")  # seconds that are not the weights'
+        import_module("diffusers")  # takes seconds, which are not to count for the weights
         start = time.perf_counter()
         transformer, billions = build(job.model, job.layers, job.device, job.dtype, job.seed)
-        self.transformer: Any = transformer  # with methods of diffusers
+        self.transformer: Any = transformer  # it has methods of diffusers that nn.Module does not
         _synchronize(job.device)
         seconds = time.perf_counter() - start
         self.outcome.remarks.append(f"{billions:.2f} billion random parameters, made in {seconds:.1f} s")
@@ -475,7 +277,7 @@ class _Measurement:
         self.inputs = job.model.inputs(job.model.config, job.size, job.device, job.dtype)
 
     def attempt(self, name: str, work: Callable[[], None], may_refuse: bool = False) -> None:
-        """A way to run that is refused or breaks leaves the others alone; the exit status tells."""
+        """Runs one way. If it is refused or breaks, the others still run, and the exit status tells."""
         try:
             work()
         except Exception as error:
@@ -486,11 +288,12 @@ class _Measurement:
         _free(self.job.device)
 
     def forward(self) -> Tensor:
+        """One forward of the transformer as it is now."""
         out: Tensor = self.transformer(**self.inputs, return_dict=False)[0]
         return out
 
     def meter(self) -> None:
-        """Attention in a dense forward that is not compiled, after one that warms up if there is time for several."""
+        """Times the attention of a dense forward that is not compiled, after a warm-up if there is time for several."""
         if self.job.repeats > 1:
             self.tell("dense, warm-up")
             self.forward()
@@ -500,18 +303,24 @@ class _Measurement:
         self.attention_ms, self.attention_calls = meter.milliseconds(), len(meter.lengths)
 
     def run_dense(self) -> None:
+        """Times dense forwards and adds their row."""
         ran = self._run("dense", None if self.job.compiled else self.reference)
         self.reference, self.dense_seconds = ran.out, ran.time.ms / 1000
         share = self.attention_ms / ran.time.ms if self.attention_calls else None
         self._add(ran, attention="dense", density=1.0, dense_calls=self.attention_calls, attention_share=share)
 
-    def run_sparse(self, sparse_type: str, precision: str) -> None:
-        """Every step and every length is sparse here, whatever a pipeline would leave dense."""
+    def run_sparse(self, sparse_type: SparseType, precision: Precision) -> None:
+        """Times sparse forwards and adds their row. Steps and lengths that `enable` leaves dense are sparse here."""
         sparsity = self.job.model.sparsity if self.job.sparsity is None else self.job.sparsity
         with rainfusion.enabled(
-            self.transformer, sparse_type=sparse_type, sparsity=sparsity, precision=precision,
-            backend=self.job.backend, min_tokens=0, start_step=0,
-        ) as handle:  # fmt: skip
+            self.transformer,
+            sparse_type=sparse_type,
+            sparsity=sparsity,
+            precision=precision,
+            backend=self.job.backend,
+            min_tokens=0,
+            start_step=0,
+        ) as handle:
             ran = self._run(f"{sparse_type} in {precision}")
             stats = handle.stats()
         forwards = self.job.repeats + 1
@@ -522,13 +331,17 @@ class _Measurement:
             self.outcome.remarks.append(f"dense calls among those of {sparse_type} in {precision}: {reasons}")
         found = [density for density in stats.density.values() if density is not None]
         self._add(
-            ran, attention=sparse_type, precision=precision, sparsity=sparsity,
-            density=sum(found) / len(found) if found else None, sparse_calls=stats.sparse_calls // forwards,
+            ran,
+            attention=sparse_type,
+            precision=precision,
+            sparsity=sparsity,
+            density=sum(found) / len(found) if found else None,
+            sparse_calls=stats.sparse_calls // forwards,
             dense_calls=stats.dense_calls // forwards,
-        )  # fmt: skip
+        )
 
     def _run(self, name: str, out: Tensor | None = None) -> _Ran:
-        """`out`: of a forward that has warmed up already."""
+        """Times forwards, after one that warms up unless its output is given as `out`."""
         device, clock = self.job.device, timing.clock_for(self.job.device)
         if out is None:
             self.tell(f"{name}, warm-up")
@@ -595,6 +408,7 @@ class _Measurement:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
+    """|out - exact| / |exact| over all elements."""
     return float((out.float() - exact.float()).norm() / exact.float().norm())
 
 
@@ -618,27 +432,24 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
 
     Rows go to the file one by one, so that a run which is cut short leaves what it has.
     """
-    from tqdm import tqdm
-
     if csv is not None and csv.exists():
         results.read(csv, ModelRow)  # a file of another kind is refused before the work, not after
     rows: list[ModelRow] = []
     notes = sys.stderr if as_json else sys.stdout
     remarks: list[str] = []
     failed = False
-    with tqdm(jobs, desc="bench", unit="model", file=sys.stderr) as bar:
-        for job in bar:
+    with Progress("bench", len(jobs), "model") as progress:
+        for job in jobs:
             if _fewer_layers(job):
-                bar.write(_fewer_layers(job), file=sys.stderr)
+                progress.say(_fewer_layers(job))
 
             def tell(stage: str, name: str = job.model.name) -> None:
-                bar.set_postfix_str(f"{name}: {stage}")
+                progress.note(f"{name}: {stage}")
 
             def keep(row: ModelRow) -> None:
                 if csv is not None:
                     results.update(csv, [row])
-                bar.write(_summary(row), file=sys.stderr)
-                sys.stderr.flush()
+                progress.say(_summary(row))
 
             outcome = measure(job, tell, keep)
             _forget(job)
@@ -646,6 +457,7 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
             failed = failed or bool(outcome.broken) or not all(row.right for row in outcome.rows)
             failed = failed or all(row.attention == "dense" for row in outcome.rows)
             remarks += _remarks(job, outcome)
+            progress.advance()
     for remark in remarks:
         print(remark, file=notes, flush=True)
     if as_json:
@@ -657,7 +469,7 @@ def run(jobs: Sequence[Job], *, steps: int | None = None, csv: Path | None = Non
 
 
 def show(csv: Path, names: Sequence[str], *, steps: int | None = None, as_json: bool = False) -> int:
-    """Rows of these models from a file, without measuring anything."""
+    """Prints the rows that a file has of these models, and measures nothing."""
     rows = [row for row in results.read(csv, ModelRow) if row.model in names]
     if not rows:
         raise ValueError(f"{csv} must have rows of {', '.join(names)}, got none")
@@ -666,7 +478,7 @@ def show(csv: Path, names: Sequence[str], *, steps: int | None = None, as_json: 
 
 
 def _forget(job: Job) -> None:
-    """Compiled blocks and freed memory, before the next model."""
+    """Drops compiled blocks and hands freed memory back, before the next model."""
     if job.compiled:
         torch.compiler.reset()
     _free(job.device)

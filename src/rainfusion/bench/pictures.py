@@ -6,8 +6,8 @@ pictures.mask_figure(mask).savefig("mask.png")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-_SHADES = " ░▒▓█"  # kept blocks in a cell: none, up to a quarter, a half, three quarters, more
+_SHADES = " ░▒▓█"  # the share of kept blocks in a cell: none, then up to a quarter, a half, three quarters, and more
 _MAX_FRAMES = 6
 
 
@@ -51,7 +51,7 @@ def order_text(layout: TokenLayout, latent_shape: Sequence[int], txt_len: int = 
 
 
 def _runs_of_equal_frames(blocks: Tensor) -> list[tuple[int, int]]:
-    """[t, h, w] -> (first, last) of each run of frames that are cut alike."""
+    """Blocks of tokens [t, h, w] -> the first and last of each run of frames that are cut alike."""
     starts = [f for f in range(len(blocks)) if f == 0 or not torch.equal(blocks[f], blocks[f - 1])]
     return list(zip(starts, [s - 1 for s in starts[1:]] + [len(blocks) - 1], strict=True))
 
@@ -139,11 +139,12 @@ def _draw_mask(axis: Any, dense: Tensor) -> None:
 
 _INK = "#333333"
 _COLOURS = ("#1764ab", "#d1495b", "#2e8b57", "#8e5ea2", "#c77d00", "#5b6770")
-_LEAST_POINTS = 3  # of a line
-SPEEDUP_PANELS = ("sparsity", "tokens", "shapes")
+_LEAST_POINTS = 3  # a line has so many, or is not drawn
+Panel = Literal["sparsity", "tokens", "shapes"]
+SPEEDUP_PANELS: tuple[Panel, ...] = ("sparsity", "tokens", "shapes")
 
 
-def speedup_figure(rows: Sequence[Row], panels: Sequence[str] | None = None) -> Figure:
+def speedup_figure(rows: Sequence[Row], panels: Sequence[Panel] | None = None) -> Figure:
     """Speed-up of the whole call over the best dense baseline: against sparsity, against tokens, and by shape.
 
     `panels`: some of SPEEDUP_PANELS; by default those that the rows have points for. Of several devices the one that
@@ -155,8 +156,16 @@ def speedup_figure(rows: Sequence[Row], panels: Sequence[str] | None = None) -> 
     if rows:
         device = max(rows, key=lambda row: row.measured).gpu
         rows = [row for row in rows if row.gpu == device]
-    draw = {"sparsity": _draw_sparsity, "tokens": _draw_tokens, "shapes": _draw_shapes}
-    points = {"sparsity": _sparsity_lines(rows), "tokens": _token_lines(rows), "shapes": _shape_bars(rows)}
+    draw: dict[Panel, Callable[[Any, list[list[Row]]], None]] = {
+        "sparsity": _draw_sparsity,
+        "tokens": _draw_tokens,
+        "shapes": _draw_shapes,
+    }
+    points: dict[Panel, list[list[Row]]] = {
+        "sparsity": _sparsity_lines(rows),
+        "tokens": _token_lines(rows),
+        "shapes": _shape_bars(rows),
+    }
     chosen = [name for name in panels or SPEEDUP_PANELS if points[name]]
     if not chosen:
         wanted = " or ".join(panels or SPEEDUP_PANELS)
@@ -180,7 +189,7 @@ def _label(row: Row, *more: str) -> str:
 
 
 def _lines(rows: Sequence[Row], same: Sequence[str], along: str) -> list[list[Row]]:
-    """Rows that agree in `same`, in the order of `along`; lines of a few points only."""
+    """Lines of rows that agree in `same`, in the order of `along`; those of too few points are left out."""
     lines: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         lines.setdefault(tuple(getattr(row, name) for name in same), []).append(row)
@@ -218,7 +227,7 @@ def _draw_sparsity(axis: Any, lines: list[list[Row]]) -> None:
     ideal: set[tuple[float, ...]] = set()
     for number, line in enumerate(lines):
         density = tuple(round(row.density, 4) for row in line)
-        if density not in ideal:  # one for each shape
+        if density not in ideal:  # the ideal is drawn once for each shape
             style = dict(color="#888888", linestyle="--", linewidth=1.2, zorder=1)
             label = None if ideal else "ideal: 1 / density"
             axis.plot([row.sparsity for row in line], [1 / row.density for row in line], label=label, **style)
@@ -256,9 +265,16 @@ def _draw_tokens(axis: Any, lines: list[list[Row]]) -> None:
 
 def _draw_line(axis: Any, line: list[Row], along: str, number: int, label: str, style: str = "-") -> None:
     axis.plot(
-        [getattr(row, along) for row in line], [row.speedup for row in line], style, marker="o", markersize=4,
-        linewidth=1.8, color=_COLOURS[number % len(_COLOURS)], label=label, zorder=3,
-    )  # fmt: skip
+        [getattr(row, along) for row in line],
+        [row.speedup for row in line],
+        style,
+        marker="o",
+        markersize=4,
+        linewidth=1.8,
+        color=_COLOURS[number % len(_COLOURS)],
+        label=label,
+        zorder=3,
+    )
 
 
 def _draw_shapes(axis: Any, bars: list[list[Row]]) -> None:

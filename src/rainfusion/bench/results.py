@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
@@ -16,15 +16,27 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
 from rainfusion.table import table
 
 KEY = (
-    "gpu", "shape", "batch", "heads", "tokens", "head_dim", "dtype", "precision", "sparse_type", "sparsity",
-    "contender", "rainfusion", "torch", "triton",
-)  # fmt: skip
+    "gpu",
+    "shape",
+    "batch",
+    "heads",
+    "tokens",
+    "head_dim",
+    "dtype",
+    "precision",
+    "sparse_type",
+    "sparsity",
+    "contender",
+    "rainfusion",
+    "torch",
+    "triton",
+)
 VERSIONS = ("rainfusion", "torch", "triton")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one call. None where there is nothing to say; no speed-up where the result was wrong."""
+    """One contender on one call. A number is None where there is nothing to say; a wrong result has no speed-up."""
 
     gpu: str
     shape: str
@@ -42,32 +54,34 @@ class Row:
     triton: str
     density: float
     ms: float
-    low_ms: float  # quartiles
-    high_ms: float
+    low_ms: float  # the lower quartile
+    high_ms: float  # the upper quartile
     rounds: int
-    tflops: float  # on the kept blocks
-    matmul_tflops: float | None  # of an 8192^3 bf16 product, in the same run
-    speedup: float | None  # against the best dense baseline of the same run
-    speedup_cudnn: float | None
+    tflops: float  # TFLOP/s, counted on the kept blocks
+    matmul_tflops: float | None  # TFLOP/s of an 8192^3 bf16 product in the same run
+    speedup: float | None  # how much faster than the best dense baseline of the same run
+    speedup_cudnn: float | None  # how much faster than cuDNN in the same run
     around_percent: float | None  # what the call takes beyond the kernel, in percent of the kernel
-    peak_mb: float | None  # beyond inputs and output
+    peak_mb: float | None  # the most memory that was held beyond inputs and output
     error_to_dense: float | None  # relative L2: what skipping blocks changes
     error_to_float64: float | None  # relative L2 over the same blocks: what the arithmetic loses
-    allowed_error: float | None
-    right: bool
-    measured: str  # UTC
+    allowed_error: float | None  # the most that `error_to_float64` may be
+    right: bool  # whether it is not; True where nothing could be checked
+    measured: str  # the time of measurement, in UTC
 
     @property
     def key(self) -> tuple[Any, ...]:
+        """What a later measurement must have in common to replace this row."""
         return tuple(getattr(self, name) for name in KEY)
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """The key without versions."""
+        """The key without versions: what was measured, whoever measured it."""
         return tuple(getattr(self, name) for name in KEY if name not in VERSIONS)
 
     @property
     def matmul_share(self) -> float | None:
+        """Its TFLOP/s as a share of those of a matrix product."""
         return None if self.matmul_tflops is None else self.tflops / self.matmul_tflops
 
 
@@ -77,13 +91,15 @@ class Keyed(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def key(self) -> tuple[Any, ...]: ...
+    def key(self) -> tuple[Any, ...]:
+        """What a later row must have in common to replace this one."""
 
 
 R = TypeVar("R", bound=Keyed)
 
 
 def columns(kind: type[Keyed]) -> tuple[str, ...]:
+    """The columns of a file of such rows."""
     return tuple(field.name for field in fields(kind))
 
 
@@ -92,6 +108,7 @@ def read(path: Path) -> list[Row]: ...
 @overload
 def read(path: Path, kind: type[R]) -> list[R]: ...
 def read(path: Path, kind: Any = Row) -> list[Any]:
+    """The rows of a file. ValueError says what is wrong with one of another kind, and in which line."""
     with open(path, newline="") as file:
         lines = list(csv.reader(file))
     names = columns(kind)
@@ -126,7 +143,7 @@ def merge(old: Iterable[R], new: Iterable[R]) -> list[R]:
 
 
 def update(path: Path, new: Sequence[R]) -> None:
-    """Reads, merges and writes the file, in one step for whoever reads it meanwhile."""
+    """Merges new rows into a file. Whoever reads it meanwhile finds the old file or the new one, never a part."""
     if not new:
         return
     kind = type(new[0])
@@ -147,13 +164,13 @@ def _text(value: Any) -> str:
 
 
 def rounded(row: R) -> R:
-    """As it comes back from a file, so that keys agree."""
+    """A row as it comes back from a file, so that its key is found there."""
     kind, types = type(row), get_type_hints(type(row))
     return kind(*(_parse(_text(getattr(row, name)), types[name]) for name in columns(kind)))
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows that differ in versions only, the one measured last."""
+    """Of rows that differ in versions only, keeps the one measured last."""
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         other = latest.get(row.setting)
@@ -163,27 +180,33 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    header = (
-        "shape", "contender", "precision", "sparsity", "density", "ms", "TFLOP/s", "of matmul", "vs best dense",
-        "vs cuDNN", "around", "peak MB", "vs dense", "vs fp64",
-    )  # fmt: skip
-    return table(header, [_cells(row) for row in rows])
+    """The rows as a table."""
+    return table(tuple(_COLUMNS), [tuple(cell(row) for cell in _COLUMNS.values()) for row in rows])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    precision = row.dtype if row.precision == "native" else row.precision
-    share = row.matmul_share
-    return (
-        row.shape, row.contender, precision, f"{row.sparsity:.2f}", f"{row.density:.3f}", f"{row.ms:.3f}",
-        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
-        "-" if share is None else f"{share:.0%}",
-        _times(row.speedup) if row.right else "WRONG", _times(row.speedup_cudnn) if row.right else "WRONG",
-        "-" if row.around_percent is None else f"{row.around_percent:+.1f}%",
-        "-" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-        "-" if row.error_to_dense is None else f"{row.error_to_dense:.4f}",
-        "-" if row.error_to_float64 is None else f"{row.error_to_float64:.1e}",
-    )  # fmt: skip
+def _speedup(factor: float | None, right: bool) -> str:
+    """A result that is wrong has no speed-up."""
+    return form(factor, ".2f", "x") if right else "WRONG"
 
 
-def _times(factor: float | None) -> str:
-    return "-" if factor is None else f"{factor:.2f}x"
+def form(value: float | None, how: str, unit: str = "") -> str:
+    """A number in the format `how`, with its unit; a dash where there is none."""
+    return "-" if value is None else f"{value:{how}}{unit}"
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "shape": lambda row: row.shape,
+    "contender": lambda row: row.contender,
+    "precision": lambda row: row.dtype if row.precision == "native" else row.precision,
+    "sparsity": lambda row: f"{row.sparsity:.2f}",
+    "density": lambda row: f"{row.density:.3f}",
+    "ms": lambda row: f"{row.ms:.3f}",
+    "TFLOP/s": lambda row: f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
+    "of matmul": lambda row: form(row.matmul_share, ".0%"),
+    "vs best dense": lambda row: _speedup(row.speedup, row.right),
+    "vs cuDNN": lambda row: _speedup(row.speedup_cudnn, row.right),
+    "around": lambda row: form(row.around_percent, "+.1f", "%"),
+    "peak MB": lambda row: form(row.peak_mb, ".0f"),
+    "vs dense": lambda row: form(row.error_to_dense, ".4f"),
+    "vs fp64": lambda row: form(row.error_to_float64, ".1e"),
+}

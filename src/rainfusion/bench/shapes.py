@@ -8,19 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
+    """One attention call, as a model makes it."""
+
     name: str
     heads: int
     head_dim: int
-    latent_shape: tuple[int, int, int] | None  # None: tokens without a grid
+    latent_shape: tuple[int, int, int] | None  # None stands for tokens without a grid
     txt_len: int
     sparsity: float
     note: str
-    tokens: int = 0  # only where there is no grid
-    small: bool = False  # seconds on a CPU
+    tokens: int = 0  # the length of a sequence without a grid
+    small: bool = False  # whether it takes only seconds on a CPU
     batch: int = 1
 
     @property
     def seq_len(self) -> int:
+        """All tokens of the sequence, text included."""
         return self.txt_len + math.prod(self.latent_shape) if self.latent_shape else self.tokens
 
 
@@ -43,16 +46,23 @@ SHAPES = {
     )
 }
 
-# Tokens against speed: pictures, so that the first frame does not change the density on the way
+# The sweep over tokens has images, not videos: a protected first frame would change the density on the way.
 _SWEEP_GRIDS = (
-    (32, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 400), (384, 400),
-)  # fmt: skip
+    (32, 64),
+    (64, 64),
+    (64, 128),
+    (128, 128),
+    (128, 256),
+    (256, 256),
+    (256, 400),
+    (384, 400),
+)
 SWEEP_SPARSITIES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 SWEEP_PREFIX = "grid-"
 
 
 def token_sweep(heads: int = 12, head_dim: int = 128, sparsity: float = 0.8) -> list[Shape]:
-    """Grids of 2,048 to 153,600 tokens."""
+    """Images of 2,048 to 153,600 tokens, to measure speed against length."""
     return [
         Shape(f"{SWEEP_PREFIX}{h * w}", heads, head_dim, (1, h, w), 0, sparsity, "of the token sweep")
         for h, w in _SWEEP_GRIDS

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_SHARPNESS = 14.0  # logit of a token with itself
+_SHARPNESS = 14.0  # the logit of a token with itself
 
 
 def video_latent(latent_shape: Sequence[int], channels: int = 16, seed: int = 0) -> Tensor:
@@ -24,11 +24,9 @@ def video_latent(latent_shape: Sequence[int], channels: int = 16, seed: int = 0)
     y = torch.arange(h, dtype=torch.float32)[None, :, None] / max(h, w)
     x = torch.arange(w, dtype=torch.float32)[None, None, :] / max(h, w)
     waves = 24
-    frequency = 2.5 * torch.randn(waves, 2, generator=generator)  # cycles over the picture
-    drift = 0.05 * torch.randn(waves, generator=generator)  # cycles a frame
-    phase = 2 * math.pi * (
-        frequency[:, 0] * y[..., None] + frequency[:, 1] * x[..., None] + drift * time[..., None]
-    )  # fmt: skip
+    frequency = 2.5 * torch.randn(waves, 2, generator=generator)  # in cycles over the picture
+    drift = 0.05 * torch.randn(waves, generator=generator)  # in cycles a frame
+    phase = 2 * math.pi * (frequency[:, 0] * y[..., None] + frequency[:, 1] * x[..., None] + drift * time[..., None])
     mixing = torch.randn(2 * waves, channels, generator=generator) / math.sqrt(2 * waves)
     latent = torch.cat([phase.cos(), phase.sin()], -1) @ mixing * math.sqrt(2)
     for _ in range(4):
@@ -60,7 +58,7 @@ def video_qkv(
     gain = math.sqrt(_SHARPNESS * math.sqrt(head_dim))  # q . k / sqrt(D) = sharpness where features agree
     out: list[list[Tensor]] = [[], [], []]
     for head in range(heads):
-        share = (head + 1) / (heads + 1)  # of position; the rest is content
+        share = (head + 1) / (heads + 1)  # the share of position in this head; the rest is content
         place = _fourier_features(position, half, (3.0, 6.0, 12.0)[head % 3], generator)
         look = _fourier_features(content, head_dim - half or 1, 2.0, generator)
         features = torch.cat([math.sqrt(share) * place, math.sqrt(1 - share) * look], -1)[:, :head_dim] * gain
@@ -74,7 +72,7 @@ def video_qkv(
 
 
 def _fourier_features(points: Tensor, features: int, width: float, generator: torch.Generator) -> Tensor:
-    """[n, d] -> [n, features] whose inner products are about exp(-|difference|^2 / (2 width^2))."""
+    """Points [n, d] -> features [n, features] whose inner products are about exp(-|difference|^2 / (2 width^2))."""
     directions = torch.randn(points.shape[1], features, generator=generator) / width
     offsets = 2 * math.pi * torch.rand(features, generator=generator)
     return math.sqrt(2 / features) * (points @ directions + offsets).cos()
@@ -83,6 +81,6 @@ def _fourier_features(points: Tensor, features: int, width: float, generator: to
 def tokens_qkv(
     tokens: int, heads: int, head_dim: int, *, seed: int = 0, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for a sequence without a grid: a picture one token high."""
+    """q, k and v [1, heads, tokens, head_dim] of a sequence without a grid, made as a picture one token high."""
     latent = video_latent((1, 1, tokens), seed=seed)
     return video_qkv(latent, heads, head_dim, seed=seed, dtype=dtype, device=device)

@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Call = Callable[[], Any]
+Call = Callable[[], object]
 
 _BURST_MS = 2.0  # calls shorter than this are timed several at once
-_MOST_CALLS = 64  # of a burst
-_LEAST_ROUNDS = 3  # whatever the time limit is
+_MOST_CALLS = 64  # calls in a burst, at most
+_LEAST_ROUNDS = 3  # rounds that are made whatever the time limit is
 _HEAD_START_CYCLES = 2_000_000  # about 1 ms of a GPU's clock, in which the host queues the first calls
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians and quartiles in milliseconds of one call."""
+    """The median and the quartiles of one call's times, in milliseconds."""
 
     ms: float
     low_ms: float
@@ -33,6 +33,7 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Timing:
+        """From the times of all rounds."""
         if len(times) == 1:
             return cls(times[0], times[0], times[0], 1)
         low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -40,12 +41,14 @@ class Timing:
 
 
 class Clock(Protocol):
+    """Measures how long calls take."""
+
     def milliseconds(self, calls: Sequence[Call]) -> float:
-        """Of all of them, one after the other."""
+        """Makes the calls, one after the other, and returns the time of all of them together."""
 
 
 class WallClock:
-    """For a CPU, and for devices without events: waits for the device before and after."""
+    """The clock for a CPU, and for devices without events: it waits for the device before and after the calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,7 +67,7 @@ class WallClock:
 
 
 class EventClock:
-    """For CUDA: time on the device, as it is in a model, where the host has queued work ahead.
+    """The clock for CUDA: it tells the time on the device, as it is in a model where the host has queued work ahead.
 
     A short pause on the device comes first, so that the launch of the first call does not count. A call that takes
     longer on the host than on the device still shows it, since a burst is many of them.
@@ -87,24 +90,25 @@ class EventClock:
 
 
 def clock_for(device: torch.device) -> Clock:
+    """CUDA events on an NVIDIA or AMD GPU, the wall clock elsewhere."""
     return EventClock(device) if device.type == "cuda" else WallClock(device)
 
 
 class _Runner:
-    """One contender: its calls over several sets of inputs in turn, in bursts, within its time."""
+    """One contender, which makes its calls over several sets of inputs in turn, in bursts, within its time."""
 
     def __init__(self, calls: Sequence[Call], clock: Clock, seconds: float) -> None:
         self.clock, self.seconds = clock, seconds
         self.times: list[float] = []
-        self.spent = 0.0  # milliseconds
+        self.spent = 0.0  # in milliseconds
         self._next = cycle(calls)
-        once = self._burst(1)  # warms up
+        once = self._burst(1)  # the first call warms up
         if once < 1000 * seconds / 8:
             once = self._burst(min(_MOST_CALLS, max(len(calls), math.ceil(_BURST_MS / max(once, 1e-3)))))
         self.number = min(_MOST_CALLS, max(1, math.ceil(_BURST_MS / max(once, 1e-3))))
 
     def _burst(self, number: int) -> float:
-        """-> milliseconds a call"""
+        """Makes so many calls and returns the milliseconds of one."""
         return self.clock.milliseconds([next(self._next) for _ in range(number)]) / number
 
     def round(self) -> None:
@@ -125,9 +129,11 @@ def take_turns(
     seconds: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Timing]:
-    """Each contender is a list of calls that do the same on different memory. Rounds go through all contenders, so that
-    a slow moment of the machine hits all of them, until each has had `repeats` rounds or its `seconds`. Every round has
-    an order of its own: a GPU at its power limit runs faster after a call that let it cool.
+    """Times all contenders, each a list of calls that do the same on different memory.
+
+    Rounds go through all contenders, so that a slow moment of the machine hits all of them, until each has had
+    `repeats` rounds or its `seconds`. Every round has an order of its own: a GPU at its power limit runs faster after
+    a call that let it cool.
     """
     runners = [_Runner(calls, clock, seconds) for calls in contenders]
     shuffled = random.Random(0)
@@ -153,12 +159,12 @@ def copies_needed(inputs: Sequence[Tensor], cache_bytes: int, most: int = 16) ->
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The L2 cache of a GPU; 0 elsewhere, where nothing is rotated."""
+    """The size of a GPU's L2 cache; 0 elsewhere, where no inputs are rotated."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
 def matmul_tflops(device: torch.device, size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """What a large matrix product reaches here on random data (zeros would draw less power and run faster)."""
+    """TFLOP/s of a large matrix product on random data; zeros would draw less power and run faster."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     (timing,) = take_turns([[lambda: a @ b]], clock_for(device), repeats=50, seconds=0.5)
     return 2 * size**3 / timing.ms / 1e9

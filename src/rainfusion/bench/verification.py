@@ -13,15 +13,18 @@ from rainfusion.layout import TokenLayout
 
 
 class Verdict(NamedTuple):
+    """How far a result is from float64, and how far it may be."""
+
     error: float  # relative L2 distance to float64
-    allowed: float  # 1.5 x what torch's own attention loses on the same rows in the same dtype, or what was given
+    allowed: float  # 1.5 times what torch's own attention loses on the same rows and dtype, unless a bound was given
 
     @property
     def right(self) -> bool:
-        return self.error <= self.allowed  # False for NaN
+        """Whether the error is allowed; NaN is not."""
+        return self.error <= self.allowed
 
 
-QUANTISED_ERROR = 0.06  # what fp8 and int8 kernels may lose
+QUANTISED_ERROR = 0.06  # the error that fp8 and int8 kernels may have
 
 
 def verify(
@@ -36,9 +39,18 @@ def verify(
     allowed: float | None = None,
     slack: float = 1.5,
 ) -> Verdict:
-    """q, k, v, out [B, H, S, D] in the caller's order; `layout` serves both q and k. Checks `rows` blocks of rows.
+    """Computes `rows` blocks of rows again in float64, over the blocks that the mask keeps, and compares.
 
-    `allowed`: the error to allow, instead of `slack` times what torch's own attention loses.
+    Args:
+        q: queries [B, H, S, D] in the caller's order; k, v and out likewise.
+        k: keys.
+        v: values.
+        out: the result to check.
+        mask: the blocks that were attended to.
+        layout: the order of blocks, of both q and k.
+        rows: how many blocks of rows to check.
+        allowed: the error to allow, instead of `slack` times what torch's own attention loses.
+        slack: see `allowed`.
     """
     batch, heads, _, _ = q.shape
     shared = heads // k.shape[1]
@@ -47,7 +59,7 @@ def verify(
     picks = torch.stack(
         [torch.randint(n, (rows,), generator=generator) for n in (batch, heads, mask.num_q_blocks)], 1
     ).tolist()
-    picks[-1][2] = mask.num_q_blocks - 1  # the ragged one
+    picks[-1][2] = mask.num_q_blocks - 1  # the last block is checked always: it may be ragged
     exact, ours, torchs = [], [], []
     for b, h, row in picks:
         queries = layout.order[row * size : (row + 1) * size]
@@ -62,7 +74,7 @@ def verify(
             torchs.append(F.scaled_dot_product_attention(query, key, value)[0, 0].cpu().double())
     if allowed is not None:
         return Verdict(_distance(ours, exact), allowed)
-    # rounding the output once; in fp32 and fp64 more, for sums of many terms in another order
+    # Rounding the output once is always allowed; in fp32 and fp64 more, for sums of many terms in another order.
     floor = torch.finfo(q.dtype).eps / 2 * (1 if q.dtype.itemsize == 2 else 8)
     return Verdict(_distance(ours, exact), slack * max(_distance(torchs, exact), floor))
 

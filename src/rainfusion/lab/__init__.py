@@ -4,7 +4,7 @@ data      procedural clips and their prompts, made on the device
 model     the DiT; attention is a callable that one passes in
 sampling  prompts -> frames, with any attention
 training  `python -m rainfusion.lab.training --help`
-weights   the trained model that comes with the package
+weights   the trained model, a file of the repository
 pictures  contact sheets and GIFs of samples
 metrics   how far two clips are apart
 rules     which blocks others keep, and bounds

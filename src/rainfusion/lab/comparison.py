@@ -19,28 +19,37 @@ from rainfusion.table import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-JSON, MARKDOWN, PICTURE = "quality.json", "quality.md", "quality.png"
+JSON, MARKDOWN, PICTURE = FILES = ("quality.json", "quality.md", "quality.png")
 _DIGITS = dict(psnr=2, ssim=4, cosine=5, temporal=4)
 HEADER = (
-    "method", "at", "density", "PSNR dB", "vs baseline", "SSIM", "cosine", "temporal error", "mass recall", "s/clip",
-)  # fmt: skip
+    "method",
+    "at",
+    "density",
+    "PSNR dB",
+    "vs baseline",
+    "SSIM",
+    "cosine",
+    "temporal error",
+    "mass recall",
+    "s/clip",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """None where there is nothing to say: equal clips have no PSNR, a failed row has only an error."""
+    """A method at a density. Equal clips have no PSNR, and a failed row has only an error: what is missing is None."""
 
     method: str
     family: str
     signature: str  # what the method did
-    target: float | None = None  # density asked for; None: the dense rows, or a nominal one
-    nominal: float | None = None  # sparsity asked for instead
-    amount: float | None = None  # None: the target is out of the method's reach
-    density: float | None = None  # realised while sampling
-    recall: float | None = None  # share of the true attention mass that was kept, on a few dense calls
-    seconds: float | None = None  # a clip
-    emulated: bool = False  # its selection is plain torch code, and its time says little
-    psnr: list[float | None] = field(default_factory=list)  # of each prompt
+    target: float | None = None  # the density asked for; None in dense rows and in nominal ones
+    nominal: float | None = None  # the sparsity asked for instead of a density
+    amount: float | None = None  # the setting that gave it; None where the target is out of the method's reach
+    density: float | None = None  # the density that was realised while sampling
+    recall: float | None = None  # the share of the true attention mass that was kept, on a few dense calls
+    seconds: float | None = None  # the time of a clip
+    emulated: bool = False  # whether blocks were chosen in plain torch code, so that the time says little
+    psnr: list[float | None] = field(default_factory=list)  # one for each prompt, as the other metrics
     ssim: list[float | None] = field(default_factory=list)
     cosine: list[float | None] = field(default_factory=list)
     temporal: list[float | None] = field(default_factory=list)
@@ -48,10 +57,12 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, float | None, float | None]:
+        """What a row must have in common with this one to stand for the same measurement."""
         return (self.method, self.signature, self.target, self.nominal)
 
     @property
     def at(self) -> str:
+        """The density or sparsity asked for, in words."""
         if self.nominal is not None:
             return f"sparsity {self.nominal:g}"
         return "-" if self.target is None else f"{self.target:g}"
@@ -62,15 +73,15 @@ class Comparison:
     """All rows of one setting; `settings` must agree for rows to stand side by side."""
 
     settings: dict[str, Any]
-    about: dict[str, Any]  # versions, command, prompts
+    about: dict[str, Any]  # what may differ: versions, the command, the prompts in words
     rows: list[Row] = field(default_factory=list)
 
     def find(self, key: tuple[str, str, float | None, float | None]) -> Row | None:
-        """The row that was measured; one that failed is not."""
+        """The row with this key that was measured; a row that failed was not."""
         return next((row for row in self.rows if row.key == key and row.error is None), None)
 
     def put(self, row: Row) -> None:
-        """In the place of the row of the same name and density, or at the end."""
+        """Puts a row in the place of the one of the same name and density, or at the end."""
         same = [(r.method, r.target, r.nominal) == (row.method, row.target, row.nominal) for r in self.rows]
         if any(same):
             self.rows[same.index(True)] = row
@@ -78,7 +89,7 @@ class Comparison:
             self.rows.append(row)
 
     def sort(self, names: Sequence[str]) -> None:
-        """Dense first, then by density, then as the methods are listed."""
+        """Sorts the rows: dense ones first, the others by density and then as the methods are listed."""
         place = {name: number for number, name in enumerate(names)}
         self.rows.sort(
             key=lambda r: (r.family != "dense", r.nominal or 0.0, r.target or 0.0, place.get(r.method, len(place)))
@@ -86,11 +97,11 @@ class Comparison:
 
     @property
     def baseline(self) -> str | None:
-        """The first of our own methods."""
+        """The name of the first of our own methods, which the others are compared with."""
         return next((row.method for row in self.rows if row.family == "ours"), None)
 
     def difference(self, row: Row) -> tuple[float, float | None] | None:
-        """Mean and standard error of PSNR - the baseline's PSNR, prompt by prompt."""
+        """Mean and standard error of the PSNR less that of the baseline, prompt by prompt."""
         at = (self.baseline, row.target, row.nominal)
         base = next((r for r in self.rows if (r.method, r.target, r.nominal) == at), None)
         if base is None or base is row or row.family == "dense" or not (base.psnr and row.psnr):
@@ -100,7 +111,7 @@ class Comparison:
 
 
 def mean_and_error(values: Sequence[float | None]) -> tuple[float, float | None] | None:
-    """Mean and standard error of the mean; None where a value is missing, no error for a single one."""
+    """Mean and standard error of the mean. None where a value is missing; a single value has no error."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -113,15 +124,23 @@ def mean_and_error(values: Sequence[float | None]) -> tuple[float, float | None]
 
 
 def read(folder: Path) -> Comparison:
+    """What `write` has left in a folder. ValueError says so where its file is another."""
     path = folder / JSON
-    content = json.loads(path.read_text())
+    expected = f"{path} must be a file of rainfusion quality --out, with settings, about and rows"
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{expected}, got no JSON: {error}") from error
     if not isinstance(content, dict) or not {"settings", "about", "rows"} <= content.keys():
-        raise ValueError(f"{path} must be a file of rainfusion quality --out, with settings, about and rows")
-    return Comparison(content["settings"], content["about"], [Row(**row) for row in content["rows"]])
+        raise ValueError(expected)
+    try:
+        return Comparison(content["settings"], content["about"], [Row(**row) for row in content["rows"]])
+    except TypeError as error:  # rows of another version, say
+        raise ValueError(f"{expected}, got rows with other fields: {error}") from error
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """JSON and Markdown, each in one step for whoever reads it meanwhile."""
+    """Writes JSON and Markdown. Whoever reads a file meanwhile finds the old one or the new one, never a part."""
     folder.mkdir(parents=True, exist_ok=True)
     content = dict(settings=comparison.settings, about=comparison.about, rows=[asdict(row) for row in comparison.rows])
     for name, text in ((JSON, json.dumps(content, indent=1, allow_nan=False)), (MARKDOWN, markdown(comparison))):
@@ -131,6 +150,7 @@ def write(comparison: Comparison, folder: Path) -> None:
 
 
 def markdown(comparison: Comparison) -> str:
+    """All rows as a table in Markdown, with what was measured and remarks above it."""
     lines = [HEADER, ["---"] + ["---:"] * (len(HEADER) - 1), *(cells(row, comparison) for row in comparison.rows)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"{line}  " for line in [heading(comparison), *remarks(comparison)])
@@ -142,11 +162,12 @@ def markdown(comparison: Comparison) -> str:
 
 
 def format_rows(comparison: Comparison) -> str:
+    """All rows as a table of plain text."""
     return table(HEADER, [cells(row, comparison) for row in comparison.rows])
 
 
 def cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
-    """A line of the table."""
+    """A row as a line of the table."""
     if row.error is not None:
         return (row.method, row.at, "failed", *["-"] * (len(HEADER) - 3))
     difference = comparison.difference(row)
@@ -163,6 +184,7 @@ def cells(row: Row, comparison: Comparison) -> tuple[str, ...]:
 
 
 def heading(comparison: Comparison) -> str:
+    """What was measured, in a line."""
     s, about = comparison.settings, comparison.about
     clips = f"{s['frames']} frames of {s['size']} x {s['size']}, {s['steps']} steps, guidance {s['guidance']:g}"
     dense = f", the first {s['dense_steps']} dense" if s["dense_steps"] else ""
@@ -173,6 +195,7 @@ def heading(comparison: Comparison) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
+    """What the columns mean, as far as the rows need it, and what failed."""
     rows = comparison.rows
     lines = [
         "against dense samples from the same noise, mean ± standard error over prompts; at: density asked for; "
@@ -207,7 +230,7 @@ def _number(value: float | None, digits: int) -> str:
 # picture
 
 _INK = "#333333"
-_FAMILIES = {  # -> name in the legend, colours from the best method to the last, line
+_FAMILIES = {  # family -> its name in the legend, its colours from the best method to the last, the style of its lines
     "ours": ("rainfusion", "viridis", "-"),
     "rule": ("other rules", "autumn", "-"),
     "bound": ("bounds, by true attention mass", "gray", "--"),
@@ -268,7 +291,7 @@ def _psnr(row: Row) -> tuple[float, float | None]:
 
 
 def _draw_line(axis: Any, rows: Sequence[Row], look: dict[str, Any]) -> Any:
-    """-> what stands for it in the legend"""
+    """Draws a line with its errors, and returns what stands for it in the legend."""
     found = [_psnr(row) for row in rows]
     places, means = [row.density for row in rows], [mean for mean, _ in found]
     errors = [error or 0.0 for _, error in found]

@@ -28,9 +28,15 @@ DIRECTIONS = ("up left", "up", "up right", "left", "still", "right", "down left"
 PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")
 KINDS = ("disc", "ring", "triangle", "square", "star")
 COLOURS = {
-    "red": (0.8, -0.75, -0.75), "orange": (0.85, 0.1, -0.8), "yellow": (0.8, 0.75, -0.7), "green": (-0.7, 0.65, -0.65),
-    "cyan": (-0.7, 0.65, 0.75), "blue": (-0.65, -0.5, 0.85), "pink": (0.8, -0.4, 0.6), "white": (0.8, 0.8, 0.8),
-}  # fmt: skip
+    "red": (0.8, -0.75, -0.75),
+    "orange": (0.85, 0.1, -0.8),
+    "yellow": (0.8, 0.75, -0.7),
+    "green": (-0.7, 0.65, -0.65),
+    "cyan": (-0.7, 0.65, 0.75),
+    "blue": (-0.65, -0.5, 0.85),
+    "pink": (0.8, -0.4, 0.6),
+    "white": (0.8, 0.8, 0.8),
+}
 TURNS = ("anticlockwise", "still", "clockwise")
 
 SHAPES = 3
@@ -41,20 +47,21 @@ TEXT_TOKENS = len(FIELDS)
 EMPTY = 0  # the token that says nothing
 VOCABULARY = 1 + sum(len(words) for words in WORDS.values())
 
-PAN = 1 / 32  # of the background, a frame
-SPEED = 1 / 20  # of a shape, a frame
-TURN = math.radians(12)  # a frame
-SPACING = 0.27  # between neighbouring places
+PAN = 1 / 32  # how far the background moves in a frame
+SPEED = 1 / 20  # how far a shape moves in a frame
+TURN = math.radians(12)  # how far a shape turns in a frame
+SPACING = 0.27  # the distance between neighbouring places
 OUTLINE = 0.022
 EDGE = 1.5  # pixels over which an edge fades
-# corners, and how far the middle between two of them is from the centre, with corners at 1; ignored for disc and ring
+# Corners of each kind, and how far the middle between two of them is from the centre, with corners at a distance of 1;
+# disc and ring have none, and what stands for them is ignored.
 CORNERS = (3, 3, 3, 4, 5)
 WAISTS = (0.5, 0.5, 0.5, math.cos(math.pi / 4), 0.45)
 RADII = (1.0, 1.05, 1.3, 1.2, 1.3)  # corners are further out than rims, for areas that look alike
 
 
 def encode(pan: str, *shapes: Sequence[str]) -> Tensor:
-    """Words -> one prompt, int64 [16]; each shape is (kind, colour, motion, start, turn), from back to front."""
+    """Words -> one prompt, int64 [16]. Each shape is (kind, colour, motion, start, turn), from back to front."""
     if len(shapes) != SHAPES or any(len(shape) != len(OF_A_SHAPE) for shape in shapes):
         raise ValueError(f"shapes must be {SHAPES} times ({', '.join(OF_A_SHAPE)}), got {shapes}")
     words = (pan, *(word for shape in shapes for word in shape))
@@ -103,8 +110,10 @@ def _parse_shape(text: str) -> tuple[str, ...]:
 
 
 def random_prompts(count: int, generator: torch.Generator) -> Tensor:
-    """int64 [B, 16] on the generator's device. Shapes start in different places and never move away from the centre,
-    so that they meet."""
+    """Random prompts, int64 [B, 16] on the generator's device.
+
+    Shapes start in different places and never move away from the centre, so that they meet.
+    """
     device = generator.device
     chosen = {name: _random_indices(count, name, generator) for name in OF_A_SHAPE}
     start = torch.rand(count, len(PLACES), generator=generator, device=device).topk(SHAPES).indices
@@ -133,7 +142,7 @@ def render(prompts: Tensor, frames: int, height: int, width: int, generator: tor
     place = _pixels(frames, height, width, device)  # [T, H, W, 2]
     picture = _background(pan, place, generator)
     colours, cover = _shapes(shapes, place, 1 / height, generator)
-    for i in range(SHAPES):  # from back to front
+    for i in range(SHAPES):  # shapes are painted from back to front
         picture = torch.lerp(picture, colours[:, i], cover[:, i])
     return picture.clamp(-1, 1)
 
@@ -154,7 +163,7 @@ def _pixels(frames: int, height: int, width: int, device: torch.device) -> Tenso
 def _background(pan: Tensor, place: Tensor, generator: torch.Generator) -> Tensor:
     """Plane waves in muted colours, which move together: [B, 3, T, H, W]."""
     waves, device, count = 6, generator.device, len(pan)
-    cycles = torch.linspace(0.8, 4.5, waves, device=device)  # a picture; few enough for 32 pixels
+    cycles = torch.linspace(0.8, 4.5, waves, device=device)  # cycles over a picture: few enough for 32 pixels
     angle = 2 * math.pi * torch.rand(2, count, waves, generator=generator, device=device)
     direction = torch.stack([angle[0].sin(), angle[0].cos()], -1) * cycles[:, None]  # [B, waves, 2]
     time = torch.arange(len(place), device=device)[:, None, None, None]
@@ -193,11 +202,11 @@ def _distance(kind: Tensor, radius: Tensor, local: Tensor) -> Tensor:
     kind, radius = kind[:, :, None, None, None], radius[:, :, None, None, None]
     far = local.square().sum(-1).sqrt()
     disc, ring = far - radius, (far - 0.72 * radius).abs() - 0.28 * radius
-    half = math.pi / torch.tensor(CORNERS, device=kind.device)[kind]  # from a corner to the middle of an edge
+    half = math.pi / torch.tensor(CORNERS, device=kind.device)[kind]  # the angle from a corner to the middle of an edge
     waist = torch.tensor(WAISTS, device=kind.device)[kind]
     bearing = torch.atan2(local[..., 1], local[..., 0])
     bearing = (torch.remainder(bearing + half, 2 * half) - half).abs()  # all edges are folded onto one
-    along, across = waist * half.sin(), 1 - waist * half.cos()  # normal of the edge from the corner to the waist
+    along, across = waist * half.sin(), 1 - waist * half.cos()  # the normal of the edge from the corner to the waist
     edge = (along * (far * bearing.cos() - radius) + across * far * bearing.sin()) / torch.hypot(along, across)
     return torch.where(kind == 0, disc, torch.where(kind == 1, ring, edge))
 

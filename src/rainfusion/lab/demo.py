@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ import rainfusion
 from rainfusion import checks, lab
 from rainfusion.lab import metrics, pictures
 from rainfusion.lab.methods import Attend, ours
+from rainfusion.progress import Progress
 from rainfusion.table import table
 
 PROMPT = (
@@ -25,12 +24,12 @@ PROMPT = (
     "cyan square, from bottom right, up left, anticlockwise"
 )
 GIF, SHEET = "side_by_side.gif", "frames.png"
-GAIN = 3  # of the difference, to be seen
+GAIN = 3  # how much the difference is enlarged, to be seen
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to sample. Frames and size None: the model's own."""
+    """What to sample. None stands for the model's own frames and size, and for the weights of the repository."""
 
     out: Path
     device: torch.device
@@ -42,10 +41,13 @@ class Plan:
     guidance: float = 1.0
     frames: int | None = None
     size: int | None = None
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         checks.fraction("--sparsity", self.sparsity, zero=True)
         checks.integer("--steps", self.steps, minimum=1)
+        if not math.isfinite(self.guidance):
+            raise ValueError(f"--guidance must be a finite number, got {self.guidance}")
         for name in ("frames", "size"):
             if getattr(self, name) is not None:
                 checks.integer(f"--{name}", getattr(self, name), minimum=1)
@@ -54,6 +56,7 @@ class Plan:
             raise ValueError(f"--dense-steps must be in 0..{most} for {self.steps} steps, got {self.dense_steps}")
 
     def sparse(self) -> Attend:
+        """The sparse attention to compare, with the options of `enable`."""
         guided = self.guidance != 1
         return Attend(
             ours("rf_v2", **checks.RECOMMENDED),
@@ -65,9 +68,9 @@ class Plan:
 
 
 class Watched:
-    """An attention that measures itself: seconds in each step."""
+    """An attention that measures how many seconds it takes in each step."""
 
-    def __init__(self, attention: lab.Attention, tick: Callable[[lab.Place], None]) -> None:
+    def __init__(self, attention: lab.Attention, tick: Callable[[], None]) -> None:
         self.attention, self.tick = attention, tick
         self.seconds: defaultdict[int, float] = defaultdict(float)
 
@@ -75,11 +78,11 @@ class Watched:
         begun = _now(q.device)
         out = self.attention(q, k, v, place)
         self.seconds[place.step] += _now(q.device) - begun
-        self.tick(place)
+        self.tick()
         return out
 
     def total(self, first: int = 0) -> float:
-        """From a step on."""
+        """The seconds of all steps from `first` on."""
         return sum(seconds for step, seconds in self.seconds.items() if step >= first)
 
 
@@ -89,23 +92,22 @@ class Sample:
 
     clip: Tensor
     seconds: float
-    attention: float  # of them
-    attention_later: float  # of them, after the dense steps
+    attention: float  # the part of the seconds that attention took
+    attention_later: float  # the part that it took after the dense steps
 
 
 def run(plan: Plan) -> int:
+    """Samples, prints what it took and how near sparse comes, and writes the pictures."""
     prompt = lab.parse(plan.prompt)
-    model = lab.load(device=plan.device)
-    plan.out.mkdir(parents=True, exist_ok=True)  # before the work, should it fail
+    model = lab.load(plan.weights, device=plan.device)
     _introduce(plan, model, prompt)
     _warm_up(plan, model, prompt)
     sparse = plan.sparse()
-    progress = Progress(model.config.depth, plan.steps)
-    progress.begin("full")
-    full = _sample(plan, model, prompt, lab.dense, progress)
-    progress.begin("sparse")
-    fast = _sample(plan, model, prompt, sparse, progress)
-    progress.end()
+    full = _sample_and_tell("full", plan, model, prompt, lab.dense)
+    fast = _sample_and_tell("sparse", plan, model, prompt, sparse)
+    for sample in (full, fast):
+        if not sample.clip.isfinite().all():
+            raise ValueError(f"the clip is not finite: --guidance must be smaller, got {plan.guidance}; try 1 to 5")
     psnr = float(metrics.psnr(full.clip, fast.clip))
     _report(plan, full, fast, psnr, sparse.density())
     for path in _draw(plan, prompt, full, fast, psnr):
@@ -114,12 +116,12 @@ def run(plan: Plan) -> int:
 
 
 def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
-    """First calls import and compile: they are not measured. On GPUs in full size: kernels are compiled for shapes."""
+    """Makes first calls, unmeasured: they import and compile. On GPUs in full size, since kernels are for one shape."""
     once = replace(plan, steps=1, dense_steps=0)
     if plan.device.type == "cpu":
         once = replace(once, frames=2, size=32)
     for attention in (lab.dense, once.sparse()):
-        _sample(once, model, prompt, attention, lambda place: None)
+        _sample(once, model, prompt, attention)
 
 
 def _now(device: torch.device) -> float:
@@ -128,24 +130,37 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def _sample_and_tell(name: str, plan: Plan, model: lab.DiT, prompt: Tensor, attention: lab.Attention) -> Sample:
+    with Progress(f"{name} attention", model.config.depth * plan.steps, "layer") as progress:
+        return _sample(plan, model, prompt, attention, progress.advance)
+
+
 def _sample(
-    plan: Plan, model: lab.DiT, prompt: Tensor, attention: lab.Attention, tick: Callable[[lab.Place], None]
+    plan: Plan,
+    model: lab.DiT,
+    prompt: Tensor,
+    attention: lab.Attention,
+    tick: Callable[[], None] = lambda: None,
 ) -> Sample:
     watched = Watched(attention, tick)
     begun = _now(plan.device)
     clip = lab.sample(
-        model, prompt[None], attention=watched, steps=plan.steps, guidance=plan.guidance, seed=plan.seed,
-        frames=plan.frames, size=plan.size,
-    )  # fmt: skip
+        model,
+        prompt[None],
+        attention=watched,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        seed=plan.seed,
+        frames=plan.frames,
+        size=plan.size,
+    )
     seconds = _now(plan.device) - begun
     return Sample(clip.cpu(), seconds, watched.total(), watched.total(plan.dense_steps))
 
 
 def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     config = model.config
-    frames, size = plan.frames or config.frames, plan.size or config.size
-    if size % config.patch:
-        raise ValueError(f"--size must be a multiple of {config.patch}, got {size}")
+    frames, size = config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
     tokens = config.text + frames * (size // config.patch) ** 2
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     where = f"cpu with {torch.get_num_threads()} threads" if plan.device.type == "cpu" else str(plan.device)
@@ -154,41 +169,19 @@ def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     print(f"Prompt: {lab.describe(prompt)}\n", flush=True)
 
 
-class Progress:
-    """Layers done, after each attention: a bar where tqdm is installed, else a line a step."""
-
-    def __init__(self, layers: int, steps: int) -> None:
-        self.layers, self.steps, self.name = layers, steps, ""
-        self.bar: Any = None
-        with suppress(ImportError):
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=2 * layers * steps, unit="layer", file=sys.stderr)
-
-    def begin(self, name: str) -> None:
-        self.name = name
-        if self.bar is not None:
-            self.bar.set_description(f"{name} attention")
-
-    def __call__(self, place: lab.Place) -> None:
-        if self.bar is not None:
-            self.bar.update()
-        elif place.layer == self.layers - 1:
-            print(f"{self.name} attention: step {place.step + 1} of {self.steps}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-
 def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float) -> None:
     whole, attention = full.seconds / fast.seconds, full.attention / fast.attention
     rows = [
         ("full", f"{full.seconds:.2f} s", f"{full.attention:.2f} s", "1.00", ""),
-        (f"sparse at {plan.sparsity:g}", f"{fast.seconds:.2f} s", f"{fast.attention:.2f} s", f"{density:.2f}",
-         f"{psnr:.1f} dB"),
+        (
+            f"sparse at {plan.sparsity:g}",
+            f"{fast.seconds:.2f} s",
+            f"{fast.attention:.2f} s",
+            f"{density:.2f}",
+            f"{psnr:.1f} dB",
+        ),
         ("speed-up", f"{whole:.2f}x", f"{attention:.2f}x", "", ""),
-    ]  # fmt: skip
+    ]
     print(table(("attention", "sampling", "attention alone", "density", "PSNR"), rows))
     print("\nPSNR: of the sparse clip against the full one. density: the share of blocks that sparse steps compute,")
     print("with the text, which is never dropped.")
@@ -202,6 +195,7 @@ def _report(plan: Plan, full: Sample, fast: Sample, psnr: float, density: float)
 
 
 def _draw(plan: Plan, prompt: Tensor, full: Sample, fast: Sample, psnr: float) -> list[Path]:
+    plan.out.mkdir(parents=True, exist_ok=True)
     clips = torch.cat([full.clip, fast.clip, GAIN * (full.clip - fast.clip).abs()])
     words = lab.describe(prompt)
     captions = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
 
-FAMILIES = ("dense", "ours", "rule", "bound")
-KNOBS: dict[str, Callable[[float], float]] = {  # argument of sparse_attention -> its value for an amount
+Family = Literal["dense", "ours", "rule", "bound"]
+Knob = Literal["sparsity", "cdf_threshold", "target_error", "profile"]
+KNOBS: dict[Knob, Callable[[float], float]] = {  # argument of sparse_attention -> its value for an amount
     "sparsity": lambda amount: 1 - amount,
     "cdf_threshold": lambda amount: amount,
     "target_error": lambda amount: 1 - amount,
@@ -39,27 +40,27 @@ KNOBS: dict[str, Callable[[float], float]] = {  # argument of sparse_attention -
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the comparison. `rule` None: `sparse_attention` predicts by itself."""
+    """A row of the comparison. Without a rule `sparse_attention` predicts by itself."""
 
     name: str
-    family: str
-    options: Mapping[str, Any]  # of sparse_attention
-    knob: str = "sparsity"
+    family: Family
+    options: Mapping[str, Any]  # keywords of sparse_attention
+    knob: Knob = "sparsity"
     rule: Rule | None = None
-    every: int = 1  # steps that share a mask
-    one_branch: bool = False  # the prompted half of guidance predicts for both
+    every: int = 1  # how many steps share a mask
+    one_branch: bool = False  # whether the prompted half of guidance predicts for both
     note: str = ""
-    budgets: Callable[[float], Mapping[str, Sequence[float]]] | None = None  # of knob "profile": by layer and head
+    budgets: Callable[[float], Mapping[str, Sequence[float]]] | None = None  # by layer and head, for the knob "profile"
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+        if self.family not in get_args(Family):
+            raise ValueError(f"family must be one of {', '.join(get_args(Family))}, got {self.family!r}")
         if self.knob not in KNOBS:
             raise ValueError(f"knob must be one of {', '.join(KNOBS)}, got {self.knob!r}")
 
     @property
     def token_order(self) -> str | tuple[int, ...]:
-        """Of its blocks."""
+        """The order of tokens in its blocks."""
         if self.options.get("sparse_type", "rf_v2") == "ada_bsa":
             return "raster"
         order: str | tuple[int, ...] = self.options.get("token_order", "window")
@@ -67,7 +68,7 @@ class Method:
 
     @property
     def signature(self) -> str:
-        """What it does, in one line: another one is another method, whatever the name says."""
+        """What it does, in one line. Methods with other signatures are others, whatever their names say."""
         words = [f"{name}={value!r}" for name, value in sorted(self.options.items())]
         words += [] if self.rule is None else [_words(self.rule)]
         words += [] if self.knob == "sparsity" else [f"by {self.knob}"]
@@ -76,10 +77,11 @@ class Method:
         return ", ".join(words)
 
     def layout(self, place: Place, device: torch.device) -> TokenLayout:
+        """The layout of its blocks in a call."""
         return _layout(place.grid, place.text, self.token_order, self.options.get("block_size", 128), device)
 
     def arguments(self, place: Place, amount: float) -> dict[str, Any]:
-        """Of `sparse_attention` for one call."""
+        """Keywords of `sparse_attention` for one call."""
         fixed, value = {**arguments_at(place), **self.options}, KNOBS[self.knob](amount)
         if self.knob != "profile":
             return {**fixed, self.knob: value}
@@ -87,7 +89,7 @@ class Method:
         return {**fixed, "exact_budget": True, "sparsity": list(self.budgets(value)[str(place.layer)])}
 
     def calibrated(self, calls: Iterable[tuple[Tensor, Tensor, Tensor, Place]], backend: str) -> Method:
-        """With budgets that these calls suggest, q, k, v [B, H, S, D] and where. Other knobs need none."""
+        """The method with budgets that calls suggest: q, k, v [B, H, S, D] and their place. Other knobs need none."""
         if self.knob != "profile":
             return self
         recorder = Recorder()
@@ -106,10 +108,10 @@ class Method:
     def predict(
         self, q: Tensor, k: Tensor, v: Tensor, place: Place, amount: float, backend: str, guided: bool
     ) -> BlockMask:
-        """The mask of a call; the prompted half of the batch for the other too where the method does so."""
+        """The mask of a call. With `one_branch` the prompted half of the batch predicts for the other half too."""
         half = len(q) // 2 if self.one_branch and guided else len(q)
         options = {"backend": backend, **self.arguments(place, amount)}
-        if self.knob == "target_error":  # which depends on the values
+        if self.knob == "target_error":  # these budgets depend on the values too
             mask: BlockMask = sparse_attention(q[:half], k[:half], v[:half], **options, return_mask=True)[1]
         else:
             mask = predict_mask(q[:half], k[:half], **options)
@@ -122,9 +124,9 @@ class Attend:
     def __init__(self, method: Method, amount: float, backend: str, *, guided: bool = True, dense_steps: int = 0):
         self.method, self.amount, self.backend = method, amount, backend
         self.guided, self.dense_steps = guided, dense_steps
-        self.kept: list[Tensor] = []  # blocks of each call, on the device
-        self.blocks = 0  # of all calls
-        self._masks: dict[int, BlockMask] = {}  # of each layer, for later steps
+        self.kept: list[Tensor] = []  # how many blocks each call kept, on the device
+        self.blocks = 0  # how many blocks all calls have
+        self._masks: dict[int, BlockMask] = {}  # layer -> its mask, for later steps
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         if place.step < self.dense_steps:
@@ -142,7 +144,7 @@ class Attend:
         return int(torch.stack(self.kept).sum()) / self.blocks if self.kept else 1.0
 
     def _mask(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> BlockMask | None:
-        """None: the call predicts its own."""
+        """The mask to pass to a call; None where the call predicts its own."""
         method = self.method
         if method.rule is not None:
             chosen = method.choice(q, k, v, place, self.backend)(self.amount)
@@ -155,19 +157,36 @@ class Attend:
 
 
 def ours(
-    name: str, *, knob: str = "sparsity", every: int = 1, one_branch: bool = False, note: str = "", **options: Any
+    name: str, *, knob: Knob = "sparsity", every: int = 1, one_branch: bool = False, note: str = "", **options: Any
 ) -> Method:
-    """`sparse_attention` with these options."""
+    """A method of this library.
+
+    Args:
+        name: what the table calls it.
+        knob: the argument of `sparse_attention` that sets how much is kept.
+        every: how many steps share a mask.
+        one_branch: whether the prompted half of guidance predicts for both.
+        note: a remark for the list of methods.
+        **options: keywords of `sparse_attention`.
+    """
     return Method(name, "ours", options, knob, None, every, one_branch, note)
 
 
-def rule(name: str, function: Rule, *, family: str = "rule", note: str = "", **options: Any) -> Method:
-    """A function of `lab.rules` that chooses, and `sparse_attention` that attends, with these options."""
+def rule(name: str, function: Rule, *, family: Family = "rule", note: str = "", **options: Any) -> Method:
+    """A method that chooses blocks by a function of `lab.rules` and attends to them with `sparse_attention`.
+
+    Args:
+        name: what the table calls it.
+        function: the rule.
+        family: a rule of others, a bound, or one of ours.
+        note: a remark for the list of methods.
+        **options: keywords of `sparse_attention`.
+    """
     return Method(name, family, options, rule=function, note=note)
 
 
 def select(names: Sequence[str], among: Sequence[Method] | None = None) -> list[Method]:
-    """Methods that have one of these as their name, or else in it, in whatever case; all of them without names."""
+    """The methods whose name is one of these or has one of these in it, in whatever case; without names all of them."""
     among = METHODS if among is None else among
     for name in names:
         if not any(name.lower() in method.name.lower() for method in among):
@@ -217,8 +236,10 @@ METHODS = (
     *(
         ours(f"rf_v2 2x8x8 {first_frame}{words}", token_order=(2, 8, 8), first_frame=first_frame, **options)
         for first_frame, words, options in (
-            ("keys", " submeans", dict(predictor="submeans")), ("free", "", {}),
-            ("free", " submeans", dict(predictor="submeans")), ("free", " compensate", dict(compensate=True)),
+            ("keys", " submeans", dict(predictor="submeans")),
+            ("free", "", {}),
+            ("free", " submeans", dict(predictor="submeans")),
+            ("free", " compensate", dict(compensate=True)),
         )
     ),
     *(
@@ -253,10 +274,13 @@ METHODS = (
     rule("oracle 2x8x8", rules.oracle, family="bound", token_order=(2, 8, 8)),
     rule("oracle without the sink", partial(rules.oracle, protect="text"), family="bound", token_order=_FIRST),
     rule(
-        "oracle, shared budget", rules.shared_oracle, family="bound", token_order=_FIRST,
+        "oracle, shared budget",
+        rules.shared_oracle,
+        family="bound",
+        token_order=_FIRST,
         note="the best blocks of all heads and rows together; text protected",
     ),
-)  # fmt: skip
+)
 
 
 @lru_cache(maxsize=64)
@@ -267,12 +291,12 @@ def _layout(grid: Grid, text: int, order: str | tuple[int, ...], block_size: int
 
 
 def _twice(mask: BlockMask) -> BlockMask:
-    """For a batch of both branches."""
+    """The mask of one branch, repeated for a batch of both."""
     return BlockMask(mask.counts.repeat(2, 1, 1), mask.indices.repeat(2, 1, 1, 1), mask.block_size)
 
 
 def _words(function: Any) -> str:
-    """A rule and what it was given."""
+    """The name of a rule, with the arguments that were fixed."""
     if isinstance(function, partial):
         given = (f"{name}={value!r}" for name, value in sorted(function.keywords.items()))
         return f"{function.func.__name__}({', '.join(given)})"

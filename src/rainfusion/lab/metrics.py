@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WINDOW, SIGMA = 11, 1.5  # of SSIM, in pixels
+WINDOW, SIGMA = 11, 1.5  # the side of SSIM's windows and the width of their Gaussian, in pixels
 STEADY_MEAN, STEADY_VARIANCE = 0.01**2, 0.03**2
 
 
@@ -49,7 +49,7 @@ def _mean(x: Tensor) -> Tensor:
 
 def _blur(x: Tensor) -> Tensor:
     """[B, C, T, H, W] -> Gaussian means of windows, [B, C * T, 1, H', W']. A small frame has a smaller window."""
-    size = min(WINDOW, *(n - (n + 1) % 2 for n in x.shape[3:]))  # odd
+    size = min(WINDOW, *(n - (n + 1) % 2 for n in x.shape[3:]))  # the largest odd size that fits
     place = torch.arange(size, dtype=x.dtype, device=x.device) - size // 2
     weights = torch.exp(-place.square() / (2 * SIGMA**2))
     weights = weights / weights.sum()

@@ -26,7 +26,7 @@ from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
 from rainfusion.profiles import Profile
 
 HEAD_DIM = 64
-ROTARY_PAIRS = (8, 12, 12)  # of the 32 in a head: for t, h and w
+ROTARY_PAIRS = (8, 12, 12)  # how many of the 32 pairs of a head turn with t, h and w
 ROTARY_BASE = 100.0  # the slowest pair turns by a third of a radian over 32 tokens
 TIME_WAVES = 128
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     layer: int
     step: int
     grid: Grid  # (t, h, w) of the tokens after the text
-    text: int  # tokens in front
+    text: int  # how many text tokens come before the grid
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Place], Tensor]  # q, k, v [B, N, S, D] -> [B, N, S, D]
@@ -47,14 +47,17 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [S, D / 2]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-    """Full attention, torch's own."""
+    """Full attention by torch."""
     return F.scaled_dot_product_attention(q, k, v)
 
 
 def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: Any) -> Attention:
-    """`rainfusion.sparse_attention` as any model would call it; the options are its own, by default those of `enable`.
+    """An attention that calls `rainfusion.sparse_attention` as any model would.
 
-    `profile`: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
+    Args:
+        sparsity: the share of blocks to skip.
+        profile: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
+        **options: keywords of `sparse_attention`; those left out are as `enable` has them.
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
@@ -69,7 +72,7 @@ def sparse(sparsity: float = 0.0, *, profile: Profile | None = None, **options: 
 
 
 def arguments_at(place: Place) -> dict[str, Any]:
-    """rf_v2 with the layout of a call."""
+    """Keywords of `sparse_attention` that say where the text and the grid of a call are."""
     return dict(sparse_type="rf_v2", txt_len=place.text, latent_shape_q=place.grid)
 
 
@@ -79,7 +82,7 @@ class Config:
 
     frames: int = 9
     size: int = 64  # height and width in pixels
-    patch: int = 2  # pixels
+    patch: int = 2  # height and width of a patch in pixels
     dim: int = 256
     depth: int = 8
     mlp: int = 1024
@@ -92,13 +95,33 @@ class Config:
         if self.size % self.patch:
             raise ValueError(f"size must be a multiple of patch {self.patch}, got {self.size}")
 
+    def clip_size(
+        self, frames: int | None, size: int | None, *, names: tuple[str, str] = ("frames", "size")
+    ) -> tuple[int, int]:
+        """Frames and pixels of a clip to sample; None stands for the model's own.
+
+        Raises ValueError where patches do not cover such a clip; `names` are those of the arguments, for the message.
+        """
+        frames, size = self.frames if frames is None else frames, self.size if size is None else size
+        if frames < 1:
+            raise ValueError(f"{names[0]} must be at least 1, got {frames}")
+        if size < 1 or size % self.patch:
+            below, above = size // self.patch * self.patch, (size // self.patch + 1) * self.patch
+            near = f"{below} or {above}" if below > 0 else str(max(above, self.patch))
+            raise ValueError(
+                f"{names[1]} must be a multiple of {self.patch}, the side of this model's patches, got {size}; try "
+                f"{near}"
+            )
+        return frames, size
+
     @property
     def heads(self) -> int:
+        """How many attention heads a layer has."""
         return self.dim // HEAD_DIM
 
     @property
     def channels(self) -> int:
-        """Numbers in a patch."""
+        """How many numbers a patch has."""
         return 3 * self.patch**2
 
 
@@ -108,7 +131,7 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         dim = config.dim
-        self.offset = nn.Parameter(torch.zeros(6, dim))  # of the modulation that all layers share
+        self.offset = nn.Parameter(torch.zeros(6, dim))  # added to the modulation that all layers share
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.q_gain = nn.Parameter(torch.ones(HEAD_DIM))
         self.k_gain = nn.Parameter(torch.ones(HEAD_DIM))
@@ -169,7 +192,7 @@ def grid_positions(grid: Grid, size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def grid_rotation(grid: Grid, size: int, text: int, device: torch.device) -> Rotation:
-    """For text, which is not turned, and a grid."""
+    """The rotation of text, which is not turned, and of a grid after it."""
     with torch.inference_mode(False), torch.no_grad():
         turns = torch.cat([torch.zeros(text, HEAD_DIM // 2), angles(grid_positions(grid, size))])
         return turns.cos().to(device), turns.sin().to(device)
@@ -183,7 +206,7 @@ class DiT(nn.Module):
         self.config = config
         dim = config.dim
         self.patches = nn.Linear(config.channels, dim)
-        self.places = nn.Linear(HEAD_DIM, dim, bias=False)  # prompts name places: without it they are learnt much later
+        self.places = nn.Linear(HEAD_DIM, dim, bias=False)  # prompts name places, and without this they are learnt late
         self.words = nn.Embedding(config.vocabulary, dim)
         self.slots = nn.Parameter(0.3 * torch.randn(config.text, dim))
         nn.init.normal_(self.words.weight, std=0.3)
@@ -222,20 +245,20 @@ class DiT(nn.Module):
 
 
 def time_waves(time: Tensor) -> Tensor:
-    """[B] -> [B, 256]: from a fraction of a wave to 250 of them between 0 and 1."""
+    """Times [B] -> waves [B, 256]: from a fraction of a wave to 250 of them between 0 and 1."""
     speeds = torch.logspace(0, math.log10(500 * math.pi), TIME_WAVES, device=time.device)
     phase = time[:, None] * speeds
     return torch.cat([phase.cos(), phase.sin()], -1)
 
 
 def to_patches(clips: Tensor, patch: int) -> tuple[Tensor, Grid]:
-    """[B, 3, T, H, W] -> [B, t*h*w, 3 * patch^2] and (t, h, w)."""
+    """Clips [B, 3, T, H, W] -> patches [B, t*h*w, 3 * patch^2] and their grid (t, h, w)."""
     x = clips.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # [B, 3, T, h, p, w, p]
     t, h, w = x.shape[2], x.shape[3], x.shape[5]
     return x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3), (t, h, w)
 
 
 def from_patches(patches: Tensor, grid: Grid, patch: int) -> Tensor:
-    """[B, t*h*w, 3 * patch^2] -> [B, 3, T, H, W]."""
+    """Patches [B, t*h*w, 3 * patch^2] -> clips [B, 3, T, H, W]."""
     x: Tensor = patches.unflatten(2, (3, patch, patch)).unflatten(1, grid)  # [B, t, h, w, 3, p, p]
     return x.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _GAP = 2  # pixels between frames
-_FONT = 14  # pixels
+_FONT = 14  # height of the captions in pixels
 
 
 def contact_sheet(clips: Tensor, captions: Sequence[str] = (), *, zoom: int = 2) -> Image:
@@ -65,7 +65,7 @@ def write_side_by_side(
 
 
 def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
-    """Words in lines that are at most so long, unless one word is longer."""
+    """Breaks a text into lines that are at most `width` long, unless one word is longer."""
     lines: list[str] = []
     for word in text.split():
         if lines and length(f"{lines[-1]} {word}") <= width:
@@ -80,13 +80,13 @@ def _zoomed(picture: Image, zoom: int) -> Image:
 
 
 def _save_gif(images: Sequence[Image], path: str | Path, milliseconds: int) -> None:
-    """One that repeats, after a pause."""
+    """Writes a GIF that repeats after a pause."""
     durations = [milliseconds] * (len(images) - 1) + [4 * milliseconds]
     images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
 
 
 def _images(clip: Tensor) -> list[Image]:
-    """[3, T, H, W] in [0, 1] -> T pictures."""
+    """A clip [3, T, H, W] in [0, 1] -> its frames as T pictures."""
     from PIL import Image
 
     pixels = clip.detach().float().clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 3, 0).cpu().contiguous()

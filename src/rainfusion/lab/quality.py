@@ -9,10 +9,8 @@ found by bisection.
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,11 +29,12 @@ from rainfusion.lab.comparison import Comparison, Row
 from rainfusion.lab.methods import DENSE, SAME, Attend, Method
 from rainfusion.lab.metrics import METRICS
 from rainfusion.lab.model import DiT, Place, dense
+from rainfusion.progress import Progress
 
-BATCH = 8  # prompts at a time
-CAPTURED = 3  # steps, of whose layers all calls are captured
+BATCH = 8  # prompts that are sampled at a time
+CAPTURED = 3  # steps whose attention calls are captured, in all layers
 _HALVINGS = 16
-_CLOSE_ENOUGH = 5e-4  # of a density
+_CLOSE_ENOUGH = 5e-4  # a density that is so near to its target ends the search
 
 
 class Call(NamedTuple):
@@ -57,12 +56,12 @@ class Plan:
     prompts: int = 16
     steps: int = 24
     guidance: float = 2.5
-    frames: int | None = None  # None: the model's own
+    frames: int | None = None  # None stands for the model's own, here and for the size
     size: int | None = None
     dense_steps: int = 0
     methods: Sequence[Method] = methods.METHODS
-    backend: str | None = None  # None: the fastest kernel of the device
-    weights: Path | None = None  # None: the packaged ones
+    backend: str | None = None  # None stands for the fastest of the device
+    weights: Path | None = None  # None stands for those of the repository
     seed: int = 0
     out: Path | None = None
     resume: bool = False
@@ -70,11 +69,12 @@ class Plan:
 
     @property
     def guided(self) -> bool:
+        """Whether samples have two branches."""
         return self.guidance != 1.0
 
 
 class Job(NamedTuple):
-    """A row to come."""
+    """A row that is to be measured: a method, and a density or a nominal sparsity."""
 
     method: Method
     target: float | None
@@ -82,13 +82,14 @@ class Job(NamedTuple):
 
     @property
     def row(self) -> Row:
+        """The row without its results."""
         name, family, signature = self.method.name, self.method.family, self.method.signature
         emulated = self.method.rule is not None
         return Row(name, family, signature, target=self.target, nominal=self.nominal, emulated=emulated)
 
 
 def jobs(plan: Plan) -> list[Job]:
-    """A method at one density after the other. At a nominal sparsity: where it is the method's knob, and the bounds."""
+    """The rows to measure: each method at every density; at a nominal sparsity bounds, and those of ours it can set."""
     found = [Job(SAME, None, None)]
     for method in plan.methods:
         found += [Job(method, density, None) for density in plan.densities]
@@ -104,17 +105,20 @@ def run(plan: Plan) -> int:
     study = Study(model, plan)
     found = _begin(study)
     todo = [job for job in jobs(plan) if found.find(job.row.key) is None]
-    say(f"dense: {study.dense_row.seconds:.2f} s a clip; {len(todo)} rows to measure")
     clips: dict[tuple[str, str], Tensor] = {}  # the first clip of each row
-    for job in progress(todo):
-        row, clip = study.measure(job)
-        found.put(row)
-        found.sort([DENSE.name, SAME.name, *(method.name for method in methods.METHODS)])
-        say("  ".join(results.cells(row, found)) + (f"  {row.error}" if row.error else ""))
-        if clip is not None:
-            clips[row.method, row.at] = clip
-        if plan.out is not None:
-            results.write(found, plan.out)
+    with Progress("quality", len(todo), "row") as progress:
+        progress.say(f"dense: {study.dense_row.seconds:.2f} s a clip; {len(todo)} rows to measure")
+        for job in todo:
+            progress.note(f"{job.method.name} at {job.row.at}")
+            row, clip = study.measure(job)
+            found.put(row)
+            found.sort([DENSE.name, SAME.name, *(method.name for method in methods.METHODS)])
+            progress.say("  ".join(results.cells(row, found)) + (f"  {row.error}" if row.error else ""))
+            progress.advance()
+            if clip is not None:
+                clips[row.method, row.at] = clip
+            if plan.out is not None:
+                results.write(found, plan.out)
     if plan.sheet and plan.out is not None:
         _draw_sheets(found, clips, study.reference[:1], plan.out)
     _finish(found, plan.out)
@@ -122,12 +126,13 @@ def run(plan: Plan) -> int:
 
 
 def show(folder: Path) -> int:
-    """The table and the picture of an earlier run; measures nothing."""
+    """Prints the table and draws the picture of an earlier run, and measures nothing."""
     _finish(results.read(folder), folder)
     return 0
 
 
 def list_methods(chosen: Sequence[Method] = methods.METHODS) -> int:
+    """Prints a line for each method."""
     width = max(len(method.name) for method in chosen)
     for method in chosen:
         print(f"{method.name.ljust(width)}  {method.family:5}  {_about(method)}", flush=True)
@@ -143,7 +148,7 @@ class Study:
 
     def __init__(self, model: DiT, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.frames, self.size = plan.frames or model.config.frames, plan.size or model.config.size
+        self.frames, self.size = model.config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
         self.prompts = lab.random_prompts(plan.prompts, torch.Generator().manual_seed(plan.seed))
         self.calls = capture(model, self.prompts[:1], plan, self.frames, self.size)
         self.backend = plan.backend or fastest(self.calls[0])
@@ -154,15 +159,16 @@ class Study:
         self.dense_row = replace(
             Job(DENSE, None, None).row, density=1.0, recall=1.0, seconds=seconds, **self._metrics(self.reference)
         )
-        self._masses: dict[Any, list[Tensor]] = {}  # of the captured calls, by order
-        self._ready: dict[str, Method] = {}  # by name
-        self._latest: tuple[Method, list[rules.Choice]] | None = None  # its densities come one after the other
+        self._masses: dict[Any, list[Tensor]] = {}  # order of tokens -> the attention mass of each captured call
+        self._ready: dict[str, Method] = {}  # name -> the method with its budgets
+        # The choices of the latest method are kept, since its densities come one after the other.
+        self._latest: tuple[Method, list[rules.Choice]] | None = None
 
     def measure(self, job: Job) -> tuple[Row, Tensor | None]:
-        """A row and its first clip. Whatever goes wrong is in the row, and the others go on."""
+        """Measures a row and returns it with its first clip. What goes wrong is in the row, and the others go on."""
         try:
             return self._measure(job)
-        except Exception as error:  # the exit status tells
+        except Exception as error:  # the row has it, and the exit status tells
             return replace(job.row, error=f"{type(error).__name__}: {error}".splitlines()[0]), None
 
     def _measure(self, job: Job) -> tuple[Row, Tensor | None]:
@@ -179,9 +185,13 @@ class Study:
         seconds = (time.perf_counter() - start) / len(self.prompts)
         sampled = torch.cat(clips)
         row = replace(
-            job.row, amount=amount, density=sum(densities) / len(densities), recall=self._recall(job.method, amount),
-            seconds=seconds, **self._metrics(sampled),
-        )  # fmt: skip
+            job.row,
+            amount=amount,
+            density=sum(densities) / len(densities),
+            recall=self._recall(job.method, amount),
+            seconds=seconds,
+            **self._metrics(sampled),
+        )
         return row, sampled[0]
 
     def _calibrated(self, method: Method) -> Method:
@@ -208,7 +218,7 @@ class Study:
         return self._latest[1]
 
     def _recall(self, method: Method, amount: float) -> float | None:
-        """Of a mask that is predicted in the call itself."""
+        """The share of attention mass that a method keeps, if it predicts in the call itself."""
         if method.every > 1:
             return None
         if method.family == "dense":
@@ -228,14 +238,20 @@ class Study:
         return range(0, len(self.prompts), BATCH)
 
     def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
-        """A batch on the CPU: the device has finished."""
+        """Samples a batch and returns it on the CPU, so that the device has finished."""
         return lab.sample(
-            self.model, self.prompts[first : first + BATCH], attention=attention, steps=steps or self.plan.steps,
-            guidance=self.plan.guidance, seed=self.plan.seed + first, frames=self.frames, size=self.size,
-        ).cpu()  # fmt: skip
+            self.model,
+            self.prompts[first : first + BATCH],
+            attention=attention,
+            steps=self.plan.steps if steps is None else steps,
+            guidance=self.plan.guidance,
+            seed=self.plan.seed + first,
+            frames=self.frames,
+            size=self.size,
+        ).cpu()
 
     def _warm_up(self, attention: lab.Attention) -> None:
-        """A first step compiles kernels and fills caches; on a CPU there are none."""
+        """Makes a first step, which compiles kernels and fills caches; on a CPU there are none."""
         if self.plan.device.type != "cpu":
             self._sample(attention, 0, steps=self.plan.dense_steps + 1)
 
@@ -249,7 +265,7 @@ class Study:
 
 
 def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> list[Call]:
-    """The calls of all layers, in a few steps of a dense sample."""
+    """The attention calls of all layers, in a few steps of a dense sample."""
     steps = spread(range(plan.dense_steps, plan.steps), CAPTURED)
     calls = []
 
@@ -259,14 +275,20 @@ def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> 
         return dense(q, k, v, place)
 
     lab.sample(
-        model, prompts, attention=attend, steps=plan.steps, guidance=plan.guidance, seed=plan.seed, frames=frames,
+        model,
+        prompts,
+        attention=attend,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        seed=plan.seed,
+        frames=frames,
         size=size,
-    )  # fmt: skip
+    )
     return calls
 
 
 def spread(numbers: range, count: int) -> list[int]:
-    """`count` of them, from the middles of equal parts: 1, 4, 6 of 0 ... 7."""
+    """So many of the numbers, from the middles of equal parts: three of 0 ... 7 are 1, 4 and 6."""
     return sorted({numbers[(2 * i + 1) * len(numbers) // (2 * count)] for i in range(count)})
 
 
@@ -311,17 +333,26 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _begin(study: Study) -> Comparison:
-    """What a file holds already, or nothing yet; its settings must be these."""
+    """A comparison with the rows that a file holds already, if its settings are these."""
     plan = study.plan
     settings = dict(
-        prompts=plan.prompts, steps=plan.steps, guidance=plan.guidance, frames=study.frames, size=study.size,
-        dense_steps=plan.dense_steps, seed=plan.seed, backend=study.backend, device=device_name(plan.device),
-        torch=str(torch.__version__), weights=weights.digest(plan.weights or weights.PACKAGED)[:16],
-    )  # fmt: skip
+        prompts=plan.prompts,
+        steps=plan.steps,
+        guidance=plan.guidance,
+        frames=study.frames,
+        size=study.size,
+        dense_steps=plan.dense_steps,
+        seed=plan.seed,
+        backend=study.backend,
+        device=device_name(plan.device),
+        torch=str(torch.__version__),
+        weights=weights.digest(weights.find(plan.weights))[:16],
+    )
     about = dict(
-        rainfusion=rainfusion.__version__, command=_command(plan, study),
+        rainfusion=rainfusion.__version__,
+        command=_command(plan, study),
         prompts=[lab.describe(prompt) for prompt in study.prompts],
-    )  # fmt: skip
+    )
     found = Comparison(settings, about)
     if plan.out is not None and plan.resume and (plan.out / results.JSON).exists():
         found.rows = _rows_of(plan.out, settings)
@@ -356,28 +387,6 @@ def _command(plan: Plan, study: Study) -> str:
     return " ".join([*words, f"--device {plan.device.type} --backend {study.backend} --seed {plan.seed}"])
 
 
-def progress(todo: Sequence[Job]) -> Iterator[Job]:
-    """With a bar where tqdm is installed."""
-    with suppress(ImportError):
-        from tqdm import tqdm
-
-        yield from tqdm(todo, desc="quality", unit="row", file=sys.stderr)
-        return
-    for number, job in enumerate(todo, 1):
-        say(f"{number} of {len(todo)}: {job.method.name} at {job.row.at}")
-        yield job
-
-
-def say(line: str) -> None:
-    """While others are measured; above the bar where there is one."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        tqdm.write(line, file=sys.stderr)
-
-
 def _finish(found: Comparison, out: Path | None) -> None:
     if out is not None:
         results.write(found, out)
@@ -391,14 +400,14 @@ def _draw(found: Comparison, path: Path) -> None:
         results.figure(found).savefig(path)
     except ImportError:
         print(f"no {path.name}: pip install matplotlib, then rainfusion quality --show {path.parent}", flush=True)
-    except ValueError as error:  # every row may be out of reach, or dense
+    except ValueError as error:  # there is nothing to draw where every row is dense or out of reach
         print(f"no {path.name}: {error}", flush=True)
     else:
         print(f"wrote {path}", flush=True)
 
 
 def _draw_sheets(found: Comparison, clips: dict[tuple[str, str], Tensor], dense_clip: Tensor, out: Path) -> None:
-    """For each density the first prompt's frames: dense, and of each family the best, and our first."""
+    """Draws the frames of the first prompt at each density: dense, our first method, and the best of each family."""
     from rainfusion.lab.pictures import contact_sheet
 
     for at in dict.fromkeys(row.at for row in found.rows if row.family != "dense"):
@@ -406,16 +415,21 @@ def _draw_sheets(found: Comparison, clips: dict[tuple[str, str], Tensor], dense_
         chosen = _shown(rows)
         if not chosen:
             continue
-        captions = ["dense", *(f"{row.method}, density {row.density:.2f}: {row.psnr[0] or 0:.1f} dB" for row in chosen)]
+        captions = ["dense", *map(_caption, chosen)]
         sheet = contact_sheet(torch.cat([dense_clip, *(clips[row.method, at][None] for row in chosen)]), captions)
         path = out / f"sheet_{at.replace(' ', '_')}.png"
         sheet.save(path)
         print(f"wrote {path}", flush=True)
 
 
+def _caption(row: Row) -> str:
+    first = row.psnr[0]
+    return f"{row.method}, density {row.density:.2f}: {'equal' if first is None else f'{first:.1f} dB'}"
+
+
 def _shown(rows: Sequence[Row]) -> list[Row]:
     shown = [row for row in rows if row.family == "ours"][:1]
     for family in ("ours", "rule", "bound"):
         own = [row for row in rows if row.family == family and row not in shown]
-        shown += sorted(own, key=lambda row: -_mean(x or 0.0 for x in row.psnr))[:1]
+        shown += sorted(own, key=lambda row: -_mean(math.inf if x is None else x for x in row.psnr))[:1]
     return shown

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from rainfusion.prediction.pooling import block_means
 Choice = Callable[[float], Tensor]
 Rule = Callable[[Tensor, Tensor, TokenLayout, Place], Choice]
 
-PROTECT = ("nothing", "text", "first frame")
-_CHUNK_BYTES = 256 * 2**20  # of fp32 probabilities held at a time
+Protect = Literal["nothing", "text", "first frame"]
+PROTECT = get_args(Protect)
+_CHUNK_BYTES = 256 * 2**20  # the most fp32 probabilities that are held at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def attention_mass(q: Tensor, k: Tensor, layout: TokenLayout, scale: float | Non
 
 
 def _mass_of_rows(queries: Tensor, keys: Tensor, layout: TokenLayout, scale: float) -> Tensor:
-    """[rows, D], [NK * size, D] -> [ceil(rows / size), NK]."""
+    """Queries [rows, D] and padded keys [NK * size, D] -> the mass of each block, [ceil(rows / size), NK]."""
     logits = (queries @ keys.mT).mul_(scale)
     logits[:, layout.seq_len :] = -torch.inf
     sums = logits.softmax(-1).unflatten(1, (-1, layout.block_size)).sum(2)  # [rows, NK]
@@ -60,17 +62,18 @@ def _mass_of_rows(queries: Tensor, keys: Tensor, layout: TokenLayout, scale: flo
     return mass
 
 
-def oracle(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "first frame") -> Choice:
-    """In each row the share `amount` of blocks that has the most true mass."""
+def oracle(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "first frame") -> Choice:
+    """Keeps in each row the share `amount` of blocks that has the most true mass."""
     mass = attention_mass(q, k, layout)
     always = protected(layout, place, protect)
     return lambda amount: _with(best(mass, amount), always)
 
 
-def shared_oracle(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "text") -> Choice:
-    """The share `amount` of all blocks of a call, over rows and heads, that has the most true mass; one a row at least.
+def shared_oracle(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "text") -> Choice:
+    """Keeps the share `amount` of all blocks of a call, over rows and heads, that has the most true mass.
 
-    What rules with a budget for each row cannot reach, and budgets for each head can come near to.
+    Each row keeps one block at least. Rules with a budget for each row cannot reach it, and budgets for each head can
+    come near to it.
     """
     mass = attention_mass(q, k, layout)
     always = protected(layout, place, protect)
@@ -88,9 +91,9 @@ def sparge(
     layout: TokenLayout,
     place: Place,
     *,
-    form: str = "cdf",
+    form: Literal["cdf", "top-k"] = "cdf",
     threshold: float = 0.1,
-    protect: str = "nothing",
+    protect: Protect = "nothing",
 ) -> Choice:
     """SpargeAttn's first stage (Zhang et al. 2025, arXiv 2502.18137): softmax over block means, where blocks are alike.
 
@@ -109,7 +112,7 @@ def sparge(
     return lambda amount: _with(choose(probs, amount) | whole, always)
 
 
-def sliding_window(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "text") -> Choice:
+def sliding_window(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "text") -> Choice:
     """|i - j| <= amount (N - 1): a band of blocks in the order of the layout."""
     blocks = torch.arange(layout.num_blocks, device=q.device)
     distance = (blocks[:, None] - blocks).abs()
@@ -122,31 +125,31 @@ def sliding_window(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, p
     return choose
 
 
-def nearest(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "text") -> Choice:
-    """In each row the blocks whose centres (t, h, w) are nearest: a sliding window in three dimensions."""
+def nearest(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "text") -> Choice:
+    """Keeps in each row the blocks whose centres (t, h, w) are nearest: a sliding window in three dimensions."""
     centres = block_centres(layout, place)
-    distance = torch.cdist(centres, centres).nan_to_num(torch.inf)  # text has no place
+    distance = torch.cdist(centres, centres).nan_to_num(torch.inf)  # text has no place, and is far from everything
     always = protected(layout, place, protect)
     return lambda amount: _with(best(-distance, amount), always).expand(*q.shape[:2], -1, -1)
 
 
-def random_blocks(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "text") -> Choice:
-    """In each row any blocks: other ones for each layer, step and head, the same in every run and batch."""
+def random_blocks(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "text") -> Choice:
+    """Keeps in each row blocks at random: other ones for each layer, step and head, the same in every run and batch."""
     generator = torch.Generator().manual_seed(1000 * place.step + place.layer)
     scores = torch.rand(q.shape[1], layout.num_blocks, layout.num_blocks, generator=generator).to(q.device)
     always = protected(layout, place, protect)
     return lambda amount: _with(best(scores, amount), always).expand(len(q), -1, -1, -1)
 
 
-def mean_ranking(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: str = "text") -> Choice:
-    """rf_v2's own ranking, with other blocks protected than it has: without the first frame, say."""
+def mean_ranking(q: Tensor, k: Tensor, layout: TokenLayout, place: Place, *, protect: Protect = "text") -> Choice:
+    """Keeps the blocks that rf_v2 ranks highest, but protects others than it does: not the first frame, say."""
     scores = mean_products(q, k, layout)
     always = protected(layout, place, protect)
     return lambda amount: _with(best(scores, amount), always)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what they are made of
+# what rules are made of
 
 
 def best(scores: Tensor, amount: float) -> Tensor:
@@ -171,7 +174,7 @@ def mean_products(q: Tensor, k: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def self_similarity(x: Tensor, layout: TokenLayout) -> Tensor:
-    """mean over the pairs of tokens of a block of their cosine similarity = |mean of unit vectors|^2: [B, H, N]."""
+    """|mean of unit vectors|^2, which is the mean cosine similarity of a block's pairs of tokens: [B, H, N]."""
     return block_means(F.normalize(x.float(), dim=-1), layout).square().sum(-1)
 
 
@@ -185,7 +188,7 @@ def block_centres(layout: TokenLayout, place: Place) -> Tensor:
     return centres
 
 
-def protected(layout: TokenLayout, place: Place, what: str) -> Tensor:
+def protected(layout: TokenLayout, place: Place, what: Protect) -> Tensor:
     """bool [N]: the blocks that hold text, or those that rf_v2 protects, or none."""
     if what not in PROTECT:
         raise ValueError(f"protect must be one of {', '.join(map(repr, PROTECT))}, got {what!r}")
@@ -198,5 +201,5 @@ def protected(layout: TokenLayout, place: Place, what: str) -> Tensor:
 
 
 def _with(chosen: Tensor, always: Tensor) -> Tensor:
-    """Rows and columns of blocks that are always kept are added: [..., NQ, NK]."""
+    """The chosen blocks [..., NQ, NK] with the rows and columns of those that are always kept."""
     return chosen | always.unsqueeze(-1) | always

@@ -5,23 +5,26 @@ x <- x + (t' - t) v,    v = v_empty + guidance (v_prompt - v_empty)
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from rainfusion.lab.data import EMPTY
 from rainfusion.lab.model import Attention, DiT, dense
 
-SHIFT = 2.0
+SHIFT = 2.0  # moves times towards the noise
+STEPS = 24
 
 
 def times(steps: int, shift: float = SHIFT) -> Tensor:
-    """From 1 to 0 [steps + 1], with more of them near the noise where shift > 1."""
+    """Times from 1 to 0, [steps + 1]; with a shift above 1 more of them are near the noise."""
     even = torch.linspace(1, 0, steps + 1)
     return shift * even / (1 + (shift - 1) * even)
 
 
 def noise(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """[B, *shape], drawn on the CPU: the same on every device, and for a clip whatever else is in its batch."""
+    """Noise [B, *shape], drawn on the CPU: the same on every device, and for a clip whatever else is in its batch."""
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(count)]
     return torch.stack(drawn)
 
@@ -32,7 +35,7 @@ def sample(
     prompts: Tensor,
     *,
     attention: Attention = dense,
-    steps: int = 24,
+    steps: int = STEPS,
     guidance: float = 2.5,
     seed: int = 0,
     frames: int | None = None,
@@ -50,9 +53,11 @@ def sample(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    device, config = model.patches.weight.device, model.config
-    size = size or config.size
-    x = noise(len(prompts), (3, frames or config.frames, size, size), seed).to(device)
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance must be a finite number, got {guidance}")
+    frames, size = model.config.clip_size(frames, size)
+    device = model.patches.weight.device
+    x = noise(len(prompts), (3, frames, size, size), seed).to(device)
     prompts, schedule = prompts.to(device), times(steps, shift).tolist()
     for step in range(steps):
         now, then = schedule[step : step + 2]
@@ -63,7 +68,7 @@ def sample(
 def _velocity(
     model: DiT, x: Tensor, time: float, prompts: Tensor, attention: Attention, step: int, guidance: float
 ) -> Tensor:
-    """Both branches in one batch; bf16 on GPUs."""
+    """The velocity of clips, both branches of guidance in one batch; in bf16 on GPUs."""
     guided = guidance != 1.0
     if guided:
         x, prompts = torch.cat([x, x]), torch.cat([prompts, torch.full_like(prompts, EMPTY)])

@@ -29,17 +29,17 @@ from rainfusion.lab import data, weights
 from rainfusion.lab.model import Attention, Config, DiT, Place, dense
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-HELD_OUT = 500_000_000  # as a step, which no training gets to
+HELD_OUT = 500_000_000  # the step whose clips are held out: no training gets that far
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A kind of batch; one frame makes images."""
+    """A kind of batch. Clips of one frame are images."""
 
     frames: int
-    size: int  # pixels
+    size: int  # height and width in pixels
     count: int
-    share: float  # of the steps
+    share: float  # the share of steps that have such a batch
 
     def __str__(self) -> str:
         return f"{self.frames}x{self.size}x{self.size}"
@@ -52,16 +52,16 @@ class Recipe:
     config: Config = field(default_factory=Config)
     early: tuple[Batch, ...] = (Batch(1, 64, 128, 0.2), Batch(9, 32, 64, 0.8))
     late: tuple[Batch, ...] = (Batch(1, 64, 128, 0.15), Batch(9, 64, 16, 0.85))
-    early_share: float = 0.5  # of the steps, before the late ones
+    early_share: float = 0.5  # the share of steps that have early batches, before the late ones
     steps: int = 8000
     rate: float = 2e-3  # the highest learning rate
     warmup: int = 200
-    decay: float = 0.01  # of weight matrices
+    decay: float = 0.01  # weight decay of matrices
     betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0  # of the gradient's norm
+    clip: float = 1.0  # the largest norm of a gradient
     ema: float = 0.999
     no_prompt: float = 0.1  # the share of clips that the model sees without their prompt
-    shift: float = 2.0  # of times towards the noise
+    shift: float = 2.0  # moves times towards the noise
     seed: int = 0
 
     def batch(self, step: int) -> Batch:
@@ -75,42 +75,49 @@ class Recipe:
         return kinds[-1]
 
     def learning_rate(self, step: int) -> float:
-        """A ramp, then half a cosine to zero."""
+        """The learning rate of a step: a ramp, then half a cosine to zero."""
         if step < self.warmup:
             return self.rate * (step + 1) / self.warmup
         return self.rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
 
     def to_dict(self) -> dict[str, Any]:
+        """The recipe as JSON can hold it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Recipe:
+        """The recipe that `to_dict` was called on."""
         kinds = {name: tuple(Batch(**kind) for kind in fields[name]) for name in ("early", "late")}
         return cls(**{**fields, **kinds, "config": Config(**fields["config"]), "betas": tuple(fields["betas"])})
 
 
 RECIPES = {
     "full": Recipe(),
-    "tiny": Recipe(  # for a CPU: 5 x 8 x 8 tokens
+    "tiny": Recipe(  # a model of 5 x 8 x 8 tokens, for a CPU
         config=Config(frames=5, size=32, patch=4, dim=128, depth=6, mlp=512),
         early=(Batch(1, 32, 32, 0.75), Batch(5, 32, 8, 0.25)),
         late=(Batch(1, 32, 32, 0.25), Batch(5, 32, 8, 0.75)),
-        steps=1200, warmup=50, ema=0.99, rate=4e-3,
+        steps=1200,
+        warmup=50,
+        ema=0.99,
+        rate=4e-3,
     ),
-}  # fmt: skip
+}
 
 
 def generator_of(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """The generator of a step, seeded anew."""
     return torch.Generator(device).manual_seed(seed * 1_000_000_007 + step)
 
 
 def draw_times(count: int, shift: float, generator: torch.Generator) -> Tensor:
-    """Logit-normal [B] in (0, 1), shifted towards 1."""
+    """Random times [B] in (0, 1): logit-normal, shifted towards 1."""
     even = torch.randn(count, generator=generator, device=generator.device).sigmoid()
     return shift * even / (1 + (shift - 1) * even)
 
 
 def flow_loss(model: DiT, clips: Tensor, time: Tensor, prompts: Tensor, noise: Tensor, attention: Attention) -> Tensor:
+    """mean (v(x_t, t, prompt) - (noise - clip))^2, with x_t = (1 - t) clip + t noise."""
     t = time[:, None, None, None, None]
     with torch.autocast(clips.device.type, torch.bfloat16):
         velocity: Tensor = model(torch.lerp(clips, noise, t), time, prompts, attention)
@@ -130,7 +137,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, device: torch.device | str = "cpu", attention: Attention = dense) -> None:
         self.recipe, self.device, self.attention = recipe, torch.device(device), attention
         self.step = 0
-        self.seconds = 0.0  # spent so far, in all commands
+        self.seconds = 0.0  # the time spent so far, in all commands
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             self.model = DiT(recipe.config).to(self.device)
@@ -138,7 +145,7 @@ class Trainer:
         self.optimiser = _optimiser(self.model, recipe, self.device)
 
     def advance(self) -> Tensor:
-        """One step; returns its loss, on the device."""
+        """Makes one step and returns its loss, on the device."""
         recipe = self.recipe
         loss = self._loss(recipe.batch(self.step), generator_of(recipe.seed, self.step, self.device))
         loss.backward()
@@ -160,12 +167,12 @@ class Trainer:
 
     @torch.no_grad()
     def _average(self) -> None:
-        follow = max(1 - self.recipe.ema, 9 / (10 + self.step))  # quickly at first
+        follow = max(1 - self.recipe.ema, 9 / (10 + self.step))  # the mean follows quickly at first
         torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), follow)
 
     @torch.no_grad()
     def held_out_loss(self, count: int = 16, times: int = 8) -> float:
-        """Of the running mean of the weights, on clips that no step has seen, at even times."""
+        """The loss of the running mean of the weights, on clips that no step has seen, at even times."""
         model, config = averaged(self), self.recipe.config
         generator = generator_of(self.recipe.seed, HELD_OUT, self.device)
         clips, prompts = data.batch(count, config.frames, config.size, config.size, generator)
@@ -177,17 +184,22 @@ class Trainer:
         return float(torch.stack(losses).mean())
 
     def save(self, path: Path) -> None:
-        """All of it, in one move: an interrupted save leaves the file before it."""
+        """Writes a checkpoint of everything in one move: an interrupted save leaves the checkpoint before it."""
         state = dict(
-            recipe=self.recipe.to_dict(), step=self.step, seconds=self.seconds, model=self.model.state_dict(),
-            ema=self.ema, optimiser=self.optimiser.state_dict(),
-        )  # fmt: skip
+            recipe=self.recipe.to_dict(),
+            step=self.step,
+            seconds=self.seconds,
+            model=self.model.state_dict(),
+            ema=self.ema,
+            optimiser=self.optimiser.state_dict(),
+        )
         part = path.with_name(path.name + ".part")
         torch.save(state, part)
         os.replace(part, path)
 
     @classmethod
     def restore(cls, path: Path, device: torch.device | str = "cpu", attention: Attention = dense) -> Trainer:
+        """The trainer that was saved as a checkpoint."""
         state = torch.load(path, map_location=device, weights_only=True)
         trainer = cls(Recipe.from_dict(state["recipe"]), device, attention)
         trainer.model.load_state_dict(state["model"])
@@ -196,11 +208,16 @@ class Trainer:
         return trainer
 
     def export(self, path: Path, command: str) -> None:
-        """The running mean of the weights, and how it came about."""
+        """Writes the running mean of the weights, with notes on how it came about."""
         notes = dict(
-            recipe=json.dumps(self.recipe.to_dict()), step=str(self.step), loss=f"{self.held_out_loss():.5f}",
-            seconds=f"{self.seconds:.0f}", command=command, torch=torch.__version__, device=_device_name(self.device),
-        )  # fmt: skip
+            recipe=json.dumps(self.recipe.to_dict()),
+            step=str(self.step),
+            loss=f"{self.held_out_loss():.5f}",
+            seconds=f"{self.seconds:.0f}",
+            command=command,
+            torch=torch.__version__,
+            device=_device_name(self.device),
+        )
         weights.save(path, self.recipe.config, self.ema, notes)
 
 
@@ -229,12 +246,13 @@ class Log:
         self.every, self.losses, self.mark = every, dict[str, list[Tensor]](), time.monotonic()
 
     def add(self, trainer: Trainer, kind: Batch, loss: Tensor) -> None:
+        """Notes the loss of a step, and prints a line every so often."""
         self.losses.setdefault(str(kind), []).append(loss)
         if trainer.step % self.every == 0 or trainer.step == trainer.recipe.steps:
             self.write(trainer)
 
     def write(self, trainer: Trainer) -> None:
-        """Reading the losses waits for the device, so that the times are true."""
+        """Prints a line. Reading the losses waits for the device, so that the times are true."""
         means = {name: float(torch.stack(losses).mean()) for name, losses in sorted(self.losses.items())}
         count = sum(map(len, self.losses.values()))
         pace = (time.monotonic() - self.mark) / count
@@ -262,9 +280,14 @@ def run(trainer: Trainer, out: Path, until: float, *, log_every: int = 50, save_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as the command line says, and returns the exit status."""
     begun = time.monotonic()
     parser = _parser()
     args = parser.parse_args(argv)
+    try:
+        _check(args)
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     attention = cudnn_first if device.type == "cuda" and args.cudnn else dense
     if args.out.exists():
@@ -279,12 +302,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.model.compile_layers()
     millions = sum(weight.numel() for weight in trainer.ema.values()) / 1e6
     print(f"{millions:.2f} M parameters, step {trainer.step} of {trainer.recipe.steps}, {device}", flush=True)
-    run(trainer, args.out, begun + args.seconds, log_every=args.log_every)
+    try:
+        run(trainer, args.out, begun + args.seconds, log_every=args.log_every)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {_left(args.out)}", file=sys.stderr, flush=True)
+        return 130
     print(f"{trainer.seconds:.0f} s in all, held-out loss {trainer.held_out_loss():.5f}", flush=True)
     if args.export:
         trainer.export(args.export, _command(trainer.recipe))
         print(f"{args.export}: {args.export.stat().st_size} bytes, SHA-256 {weights.digest(args.export)}", flush=True)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of its range, and for a file that cannot be written."""
+    from rainfusion.cli import arguments, outputs
+
+    arguments.check_counts(args, "steps", "log_every")
+    arguments.check_finite(args, "rate")
+    if args.rate is not None and args.rate <= 0:
+        raise ValueError(f"--rate must be above 0, got {args.rate}")
+    if not args.seconds >= 0:  # inf is "to the last step"
+        raise ValueError(f"--seconds must be at least 0, got {args.seconds}")
+    if args.seed is not None:
+        arguments.check_seed(args)
+    outputs.check_file("--out", args.out, example="lab.pt")
+    if args.export is not None:
+        outputs.check_file("--export", args.export, example="lab.safetensors")
+        if args.export == args.out:
+            raise ValueError(f"--export must be another file than --out, got {str(args.out)!r} for both")
+
+
+def _left(checkpoint: Path) -> str:
+    """What a run that was cut short has left, and how to go on."""
+    if not checkpoint.exists():
+        return f"{checkpoint} was not written yet: it is saved every minute"
+    return f"{checkpoint} was saved in the last minute or two: the same command with --resume goes on with it"
 
 
 def _asked_for(args: argparse.Namespace, recipe: Recipe) -> Recipe:
@@ -295,7 +348,7 @@ def _asked_for(args: argparse.Namespace, recipe: Recipe) -> Recipe:
 
 
 def _command(recipe: Recipe) -> str:
-    """What trains this again from nothing."""
+    """The command that trains this model again from nothing."""
     size = next((name for name, known in RECIPES.items() if known.config == recipe.config), "full")
     return (
         f"python -m rainfusion.lab.training --size {size} --steps {recipe.steps} --rate {recipe.rate} "
@@ -308,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rainfusion.lab.training",
         description="Trains the laboratory's model. Repeat the command until the last step is done.",
         epilog="example:\n"
-        "  python -m rainfusion.lab.training --seconds 540 --out lab.pt --resume --export weights.safetensors\n"
+        "  python -m rainfusion.lab.training --seconds 540 --out lab.pt --resume --export lab.safetensors\n"
         "  python -m rainfusion.lab.training --size tiny --seconds 300 --out tiny.pt  # on a CPU",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

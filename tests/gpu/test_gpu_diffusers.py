@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-pytest.importorskip("diffusers")
-
 import rainfusion
-from helpers import tiny_models
+from helpers import gpu, tiny_models
 
-pytestmark = pytest.mark.gpu
+pytestmark = gpu.ON_GPU
 
 
 def model_and_inputs(name, **kwargs):

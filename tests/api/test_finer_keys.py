@@ -1,0 +1,141 @@
+"""Rows of 128 queries that choose among blocks of 64 or 32 keys."""
+
+import math
+
+import pytest
+import torch
+
+from helpers import oracle
+from helpers.accuracy import EPS, error
+from helpers.inputs import qkv
+from rainfusion import BlockMask, TokenLayout, block_sparse_attention, explain, predict_mask, sparse_attention
+
+PAIRS = [(128, 64), (128, 32)]
+BACKENDS = ["reference", "portable"]
+GRID, TXT = (3, 9, 13), 21
+LENGTH = TXT + math.prod(GRID)
+VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=GRID, txt_len=TXT)
+
+pytestmark = pytest.mark.parametrize("pair", PAIRS, ids=str)
+
+
+def sides_of(pair, **kwargs):
+    """Order and protected blocks of q and of k, from the oracle."""
+    return [oracle.layout(LENGTH, GRID, TXT, block_size=size, **kwargs) for size in pair]
+
+
+def key_mask(kind):
+    generator = torch.Generator().manual_seed(3)
+    keep = torch.rand(2, LENGTH, generator=generator) < 0.7
+    keep[1, 100:300] = False
+    if kind == "bool":
+        return keep
+    return torch.randn(2, LENGTH, generator=generator).masked_fill(~keep, -1e4) if kind == "float" else None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("predictor", ["mean", "submeans"])
+@pytest.mark.parametrize("kind", [None, "bool"])
+def test_masks_follow_the_definition(pair, backend, predictor, kind):
+    q, k, _ = qkv(2, 4, LENGTH, 16, k_heads=2)
+    attn_mask = key_mask(kind)
+    (order, rows), (_, columns) = sides_of(pair)
+    keep, _ = oracle.kept_keys(attn_mask, 2, LENGTH)
+    scores = oracle.SCORES[predictor](q, k, 0.25, order, order, keep, pair)
+    expected = oracle.rf_v2_rows(scores, 0.7, rows, columns)
+    mask = predict_mask(q, k, attn_mask, **VIDEO, predictor=predictor, block_size=pair, backend=backend)
+    assert mask.block_size == pair
+    assert torch.equal(mask.to_dense(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compensate", [False, True])
+@pytest.mark.parametrize("kind", [None, "bool", "float"])
+def test_attention_is_that_of_the_definition(pair, backend, compensate, kind):
+    q, k, v = qkv(2, 4, LENGTH, 16, k_heads=2)
+    attn_mask = key_mask(kind)
+    call = dict(VIDEO, block_size=pair, compensate=compensate, backend=backend)
+    out, lse, mask = sparse_attention(q, k, v, attn_mask, **call, return_lse=True, return_mask=True)
+    (order, _), _ = sides_of(pair)
+    dense = mask.to_dense()
+    if compensate:
+        exact, exact_lse = oracle.compensated(q, k, v, dense, order, order, pair, attn_mask)
+    else:
+        exact, exact_lse = oracle.attention(q, k, v, oracle.expand(dense, order, order, pair), attn_mask)
+    assert error(out, exact) < 16 * EPS[torch.float32]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_given_masks(pair, backend, is_causal, return_lse):
+    """Rows without a block, and causal rows that see none of the keys of some of theirs."""
+    q, k, v = qkv(2, 2, 700, 16)
+    generator = torch.Generator().manual_seed(5)
+    dense = torch.rand(2, 2, 6, -(-700 // pair[1]), generator=generator) < 0.3
+    dense[0, 0, 2] = False
+    mask = BlockMask.from_dense(dense, pair)
+    found = block_sparse_attention(q, k, v, mask, is_causal=is_causal, backend=backend, return_lse=return_lse)
+    tokens = oracle.expand(dense, range(700), range(700), pair)
+    exact, exact_lse = oracle.attention(q, k, v, tokens, causal=is_causal)
+    exact = exact.nan_to_num(0.0)
+    assert error(found[0] if return_lse else found, exact) < 16 * EPS[torch.float32]
+    if return_lse:
+        torch.testing.assert_close(found[1].double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kwargs", [dict(exact_budget=True), dict(sparsity=[0.9, 0.2, 0.5, 0.7])], ids=str)
+def test_budgets_are_shares_of_the_key_blocks(pair, kwargs):
+    q, k, _ = qkv(1, 4, LENGTH, 16)
+    call = {**VIDEO, **kwargs}
+    mask = predict_mask(q, k, **call, block_size=pair)
+    (order, rows), (_, columns) = sides_of(pair)
+    scores = oracle.mean_scores(q, k, 0.25, order, order, torch.ones(1, LENGTH).bool(), pair)
+    exact = call.get("exact_budget", False)
+    assert torch.equal(mask.to_dense(), oracle.rf_v2_rows(scores, call["sparsity"], rows, columns, exact))
+
+
+def test_an_error_can_set_the_budgets(pair):
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    call = dict(VIDEO, block_size=pair, return_mask=True)
+    del call["sparsity"]
+    _, few = sparse_attention(q, k, v, **call, target_error=0.5)
+    _, many = sparse_attention(q, k, v, **call, target_error=0.05)
+    assert few.density() < many.density()
+
+
+def test_finer_blocks_are_the_halves_or_quarters_of_the_others(pair):
+    whole = TokenLayout.build(LENGTH, GRID, TXT)
+    fine = TokenLayout.build(LENGTH, GRID, TXT, block_size=pair[1])
+    assert torch.equal(whole.order, fine.order)
+    parts = torch.nn.functional.pad(fine.protected, (0, -fine.num_blocks % (128 // pair[1])))
+    assert torch.equal(parts.view(-1, 128 // pair[1]).any(1), whole.protected)
+
+
+def test_a_mask_of_other_blocks_is_refused(pair):
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    mask = predict_mask(q, k, **VIDEO, block_size=pair)
+    with pytest.raises(ValueError, match="pass block_size="):
+        sparse_attention(q, k, v, **VIDEO, mask=mask)
+    assert sparse_attention(q, k, v, **VIDEO, block_size=pair, mask=mask).isfinite().all()
+
+
+def test_kernels_say_that_they_have_none(pair):
+    q = torch.zeros(1, 2, 512, 16)
+    with pytest.raises(ValueError, match=r"'triton' has no kernels for finer blocks of keys yet"):
+        sparse_attention(q, q, q, sparse_type="rf_v2", sparsity=0.5, block_size=pair, backend="triton")
+    assert "not with 'triton'" in explain(q, q, q, sparse_type="rf_v2", sparsity=0.5, block_size=pair)
+
+
+def test_it_compiles(pair):
+    torch._dynamo.reset()
+    q, k, v = qkv(1, 2, LENGTH, 16)
+
+    def call(q, k, v):
+        return sparse_attention(q, k, v, **VIDEO, block_size=pair, return_mask=True)
+
+    out, mask = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected, expected_mask = call(q, k, v)
+    assert torch.equal(out, expected) and torch.equal(mask.indices, expected_mask.indices)
+    assert mask.block_size == pair and mask.orders == expected_mask.orders

@@ -1,0 +1,73 @@
+"""The error of `precision="fp8"` and `"int8"`."""
+
+import pytest
+
+from helpers import gpu
+from helpers.gpu import BF16, CALL, FP16, LAYOUTS, LENGTH, MOST, QUANTISED, RF_V2, check_quantised, same
+from rainfusion.bench import synthetic
+
+pytestmark = gpu.ON_GPU
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize(
+    ("dim", "name", "kind"),
+    [(64, "video", "bool"), (64, "video", "float"), (96, "none", None),
+     *((128, name, kind) for name in ("none", "video") for kind in (None, "bool", "float", "nothing left"))],
+)  # fmt: skip
+def test_quantised_errors_are_small(backend, precision, dim, name, kind):
+    kwargs = dict(RF_V2, **LAYOUTS[name][1], most=MOST[precision])
+    kwargs["lse_within"] = 0.2 if kind == "float" else 0.05  # with a bias a few keys decide, and so does their rounding
+    check_quantised(backend, precision, *gpu.qkv(dim=dim), gpu.key_mask(kind, 2, LENGTH), **kwargs)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize(("q_len", "k_len"), [(1000, 4200), (4200, 1000), (129, 257), (200, 1000), (4200, 4097)])
+def test_quantised_lengths(backend, precision, q_len, k_len):
+    check_quantised(backend, precision, *gpu.qkv(q_len, k_len, batch=1), **RF_V2, most=MOST[precision])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize(("k_heads", "dtype"), [(8, BF16), (2, FP16)], ids=str)
+def test_quantised_heads_and_dtypes(backend, precision, k_heads, dtype):
+    check_quantised(backend, precision, *gpu.qkv(heads=8, k_heads=k_heads, dtype=dtype), **CALL, most=MOST[precision])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_quantised_errors_on_a_video(backend, precision):
+    """Sharp attention: the rounding of one logit is its row's, so only the whole is bounded."""
+    latent = synthetic.video_latent(gpu.GRID)
+    q, k, v = synthetic.video_qkv(latent, 4, 128, txt_len=gpu.TXT, dtype=BF16, device=gpu.DEVICE)
+    check_quantised(backend, precision, q, k, v, **CALL, most=0.03, lse_within=None)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("kind", [None, "bool", "blocks"])
+@pytest.mark.parametrize("shift", ["10 everywhere", "10 by channel", "another in each element and head"])
+def test_a_common_mean_of_the_keys_does_not_spoil_them(backend, precision, kind, shift):
+    q, k, v = gpu.qkv()
+    if shift == "10 everywhere":
+        k = k + 10
+    else:
+        heads = (2, 2) if shift.startswith("another") else (1, 1)
+        k = k + 10 * gpu.randn(*heads, 1, 128, seed=9)
+    attn_mask = gpu.key_mask(kind, 2, LENGTH)
+    check_quantised(backend, precision, q, k, v, attn_mask, **CALL, most=MOST[precision], lse_within=0.1)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("gain", [1e-3, 30.0])
+def test_quantised_values_of_any_size(backend, precision, gain):
+    """Scales follow the data: v a thousand times smaller or larger is no less exact."""
+    q, k, v = gpu.qkv()
+    check_quantised(backend, precision, q, k, v * gain, **CALL, most=MOST[precision])
+    check_quantised(backend, precision, q * gain, k / gain, v, **CALL, most=MOST[precision])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_a_quantised_call_predicts_as_the_native_one_does(backend, precision):
+    q, k, v = gpu.qkv()
+    kwargs = dict(CALL, return_lse=True, return_mask=True)
+    result = gpu.attend(backend, q, k, v, **kwargs, precision=precision)
+    if result is not None:
+        assert same(result[-1], gpu.attend(backend, q, k, v, **kwargs)[-1])
