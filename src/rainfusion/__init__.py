@@ -2,15 +2,22 @@
 
 from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
-from rainfusion.integrations.diffusers import calibrate, disable, enable, enabled, register_model
+from rainfusion.integrations.diffusers import Handle, calibrate, disable, enable, enabled, register_model
+from rainfusion.integrations.scenes import NoGrid
+from rainfusion.integrations.stats import Stats
 from rainfusion.layout import TokenLayout
+from rainfusion.options import Method
 from rainfusion.profiles import Profile
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "Handle",
+    "Method",
+    "NoGrid",
     "Profile",
+    "Stats",
     "TokenLayout",
     "block_sparse_attention",
     "calibrate",

@@ -1,113 +1,379 @@
-"""One attention call of a model: is it sparse, and if so, with which arguments?"""
+"""Sparse or dense: decides for every attention call of a model, and keeps the tally. No host is inside.
+
+A host (diffusers, ComfyUI, a serving engine) tells a `Decider` five things, and gets a tensor back:
+
+    decider = Decider(Settings.check(), layers=["blocks.0.attn", "blocks.1.attn"])
+    decider.begin(Scene(((21, 45, 80),)), step=3, steps=50)          # once a forward: the scene and the step
+    out = decider.attend(0, q, k, v, key_mask, dense=lambda: ...)    # once a call: layer, tensors, the dense way
+    print(decider.stats())
+
+What cannot be sparse is answered by the host's own dense attention, and counted with the reason.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rainfusion import backends, checks, ops
-from rainfusion.backends import crossover
-from rainfusion.checks import Options
-from rainfusion.integrations.diffusers.grids import Placed, Scene, in_words
-from rainfusion.integrations.settings import MIN_TOKENS, Settings
+from rainfusion import ops, planning
+from rainfusion.calls import Call, Inputs
+from rainfusion.integrations.scenes import NoGrid, Placed, Scene
+from rainfusion.integrations.settings import Settings, check_layers
+from rainfusion.integrations.stats import Stats, Tally
+from rainfusion.planning import Plan
+
+_MOST_WAYS = 4096  # that are kept; then they are found again
+_log = logging.getLogger("rainfusion")
+
+# sees a call that could be sparse before dense attention answers it: layer, tensors, how it would be run
+Observer = Callable[[str, Inputs, Plan], None]
 
 
-class Unsupported(str):
-    """A reason for dense attention that `on_unsupported="error"` raises."""
+class Kind(Enum):
+    """What a reason for dense attention means to the user."""
+
+    ASKED = "the user wants it"  # nothing to warn of
+    EXPECTED = "it is faster, or the sequence is short"
+    UNSUPPORTED = "sparse attention cannot do it"  # an error, with on_unsupported="error"
 
 
-class AsAsked(str):
-    """A reason for dense attention that the user gave: nothing to warn of."""
+class Dense(Exception):
+    """Why a call is answered by dense attention."""
+
+    def __init__(self, reason: str, kind: Kind) -> None:
+        super().__init__(reason)
+        self.reason, self.kind = reason, kind
+
+    def again(self) -> Dense:
+        """The same reason, to be kept or raised: one that was raised holds on to the frames it came through."""
+        return Dense(self.reason, self.kind)
+
+    @classmethod
+    def asked(cls, reason: str) -> Dense:
+        return cls(reason, Kind.ASKED)
+
+    @classmethod
+    def expected(cls, reason: str) -> Dense:
+        return cls(reason, Kind.EXPECTED)
+
+    @classmethod
+    def unsupported(cls, reason: str) -> Dense:
+        return cls(reason, Kind.UNSUPPORTED)
 
 
-class Plan(NamedTuple):
-    """How to run a sparse call of one shape."""
+class Way(NamedTuple):
+    """How a sparse call of one shape is run."""
 
-    options: Options
-    runner: str
+    call: Call
+    plan: Plan
     placed: Placed
+    words: str  # `placed`, for the tally
 
 
-class Sparse(NamedTuple):
-    out: Tensor  # [B, N, S, D]
-    kept: Tensor  # blocks that were computed
-    blocks: int  # of so many
+class _Forward(NamedTuple):
+    """What holds for all calls of a forward."""
+
+    scene: Scene | Dense
+    why_dense: Dense | None  # the user wants this step dense
 
 
-def plan(
-    q: Tensor, k: Tensor, v: Tensor, scene: Scene, scale: float | None, settings: Settings, layer: str
-) -> Plan | str:
-    """q, k, v [B, N, S, D] of a layer -> how to run them, or why dense attention it is. No values are looked at."""
-    placed = placed_for(scene, q.shape[2], k.shape[2])
-    if isinstance(placed, str):
-        return placed
-    kwargs = call_arguments(settings, placed, layer)
-    reason = why_short(q.shape[2], settings)
-    if reason is not None:
-        return reason
-    if settings.profile is not None and len(kwargs["sparsity"]) != q.shape[1]:
-        raise ValueError(f"the profile has {len(kwargs['sparsity'])} heads for {layer}, which has {q.shape[1]}")
+_NOT_BEGUN = _Forward(Dense.unsupported("the transformer's forward has not run"), None)
+
+
+class Decider:
+    """One model's settings, plans, reasons and tally.
+
+    Args:
+        settings: what the user asked for.
+        layers: the names of the self-attention layers; calls give the number of one.
+        prefix: the model's name, where a program runs several with one profile or one table of counts.
+        model: what the model is called in messages.
+        observer: sees every call that could be sparse, which is then dense: for measuring.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layers: Sequence[str],
+        prefix: str = "",
+        *,
+        model: str = "the model",
+        observer: Observer | None = None,
+    ) -> None:
+        self.settings, self.layers, self.prefix = settings, tuple(layers), prefix
+        self.model, self.observer = model, observer
+        self._skipped = check_layers(settings.skip_layers, len(self.layers), model)
+        if settings.profile is not None:
+            for layer in sorted(set(range(len(self.layers))) - self._skipped):
+                settings.profile.of(self.full_name(layer))
+        self.tally = Tally(len(self.layers))
+        self._warned: set[str] = set()
+        self._forward = _NOT_BEGUN
+        self._ways: dict[Any, Way | Dense] = {}
+        self._entered: set[int] = set()
+        self._reached: set[int] = set()
+
+    def twin(self) -> Decider:
+        """One for a copy of the model: the same settings, and counts of its own."""
+        return Decider(self.settings, self.layers, self.prefix, model=self.model, observer=self.observer)
+
+    def full_name(self, layer: int) -> str:
+        """A layer's name with that of the model, where there are several."""
+        return f"{self.prefix}.{self.layers[layer]}" if self.prefix else self.layers[layer]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # a forward
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether `begin` has to know the step: finding it out may take a host time."""
+        return self.settings.needs_steps
+
+    def begin(
+        self, scene: Scene | NoGrid, *, step: int | None = None, steps: int | None = None, training: bool = False
+    ) -> None:
+        """At the start of a forward.
+
+        Args:
+            scene: where the picture lies, or why that is not known.
+            step: the number of the denoising step, from 0; read only if `needs_step`.
+            steps: how many there are, if the host knows.
+            training: the model is being trained: recomputed blocks must give the same as the first time.
+        """
+        found: Scene | Dense
+        if training:
+            found = Dense.unsupported("the model is in training mode, and sparse attention is for inference: model.eval()")
+        else:
+            found = Dense.unsupported(f"no grid: {scene}") if isinstance(scene, NoGrid) else scene
+        self._forward = _Forward(found, self._why_step_is_dense(step, steps))
+        self._entered.clear()
+        self._reached.clear()
+
+    def enter(self, layer: int) -> None:
+        """The layer's attention is about to be called: `end` expects a call of `attend`."""
+        self._entered.add(layer)
+
+    def end(self, why: Callable[[int], str]) -> None:
+        """At the end of a forward: layers that were entered, and whose calls did not arrive, were dense.
+
+        Args:
+            why: the reason for one of them, by its number.
+        """
+        missing, self._entered = sorted(self._entered - self._reached), set()
+        for layer in missing:
+            self.count_dense(layer, self._why_layer(layer) or Dense.unsupported(why(layer)))
+
+    def _why_step_is_dense(self, step: int | None, steps: int | None) -> Dense | None:
+        if not self.needs_step:
+            return None
+        if step is None:
+            return Dense.unsupported("which step it is is not known, and start_step or end_step depends on it")
+        reason = self.settings.why_step_is_dense(step, steps)
+        return None if reason is None else Dense.asked(reason)
+
+    def _why_layer(self, layer: int) -> Dense | None:
+        if layer in self._skipped:
+            return Dense.asked("the layer is in skip_layers")
+        return None if self._forward.why_dense is None else self._forward.why_dense.again()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # a call
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Any,
+        dense: Callable[[], Tensor],
+        *,
+        scale: float | None = None,
+        special: str | None = None,
+        pairs_are_keys: bool = False,
+    ) -> Tensor:
+        """One attention call, sparse or dense.
+
+        Args:
+            layer: its number in `layers`.
+            q: the queries, [B, N, S, D].
+            k: the keys, [B, N, S, D], of as many heads as q or fewer.
+            v: the values, of k's shape.
+            key_mask: None, or a mask that says which keys take part, in any form that broadcasts to [B, 1, 1, S].
+            dense: what the model would have called, without arguments.
+            scale: of the logits. None: D ** -0.5.
+            special: what else is asked for that sparse attention cannot do, in words.
+            pairs_are_keys: the model writes a key mask as [B, 1, S, S], valid queries times valid keys.
+
+        Returns:
+            [B, N, S, D].
+        """
+
+        def sparse() -> Tensor:
+            return self._sparse(layer, self.scene_for(layer, special), q, k, v, key_mask, scale, pairs_are_keys)
+
+        return self.answer(layer, sparse, dense)
+
+    def answer(self, layer: int, sparse: Callable[[], Tensor], dense: Callable[[], Tensor]) -> Tensor:
+        """A call that the host makes sparse in its own way: `sparse` counts itself, or raises the reason why not."""
+        self._reached.add(layer)
+        try:
+            return sparse()
+        except Dense as why:
+            self.count_dense(layer, why)
+        return dense()
+
+    def scene_for(self, layer: int, special: str | None = None) -> Scene:
+        """The scene of this forward, or the reason why this layer is dense whatever its tensors are."""
+        asked = self._why_layer(layer)
+        if asked is not None:
+            raise asked
+        if special is not None:
+            raise Dense.unsupported(special)
+        if isinstance(self._forward.scene, Dense):
+            raise self._forward.scene.again()
+        return self._forward.scene
+
+    def _sparse(
+        self,
+        layer: int,
+        scene: Scene,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Any,
+        scale: float | None,
+        pairs_are_keys: bool,
+    ) -> Tensor:
+        keys = plain_key_mask(key_mask, q, k, pairs_are_keys)
+        inputs = checked(q, k, v, keys)
+        way = self.way(layer, scene, inputs, scale)
+        if self.observer is not None:
+            self.observer(self.full_name(layer), inputs, way.plan)
+            raise Dense.asked("the call is observed")
+        out = run(self.tally, layer, inputs, way)
+        if pairs_are_keys and inputs.keep is not None:
+            out = out.masked_fill(~inputs.keep[:, None, :, None], 0.0)  # a padding query sees no key
+        return out
+
+    def way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
+        """How to run a call of this shape: found once, then known. Raises the reason if it is dense."""
+        key = (inputs.shapes, scene, scale, layer if self.settings.profile is not None else None)
+        found = self._ways.get(key)
+        if found is None:
+            if len(self._ways) >= _MOST_WAYS:
+                self._ways.clear()
+            try:
+                found = self._find_way(layer, scene, inputs, scale)
+            except Dense as why:
+                found = why.again()
+            self._ways[key] = found
+        if isinstance(found, Dense):
+            raise found.again()
+        return found
+
+    def _find_way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
+        settings, heads = self.settings, inputs.q.shape[1]
+        placed = place(scene, inputs)
+        if inputs.q.shape[2] < settings.fewest_tokens:
+            raise Dense.expected(f"fewer than {settings.fewest_tokens} tokens (min_tokens)")
+        name = self.full_name(layer)
+        method = settings.method_for(name, placed.frames)
+        if settings.profile is not None and len(method.sparsities) != heads:
+            raise ValueError(f"the profile has {len(method.sparsities)} heads for {name}, which has {heads}")
+        try:
+            call = planning.ask(
+                inputs,
+                method,
+                placed.geometry,
+                scale=scale,
+                backend=settings.backend,
+                may_be_dense=settings.min_tokens is None,
+                return_mask=True,
+            )
+            if call.keeps_everything:
+                raise Dense.asked("sparsity is 0")
+            plan = planning.plan(call, inputs.shapes)
+        except (ValueError, TypeError) as error:
+            raise Dense.unsupported(str(error)) from error
+        if plan.dense_because is not None:
+            raise Dense.expected("dense attention is expected to be faster (set min_tokens to decide yourself)")
+        return Way(call, plan, placed, str(placed))
+
+    def count_dense(self, layer: int, why: Dense) -> None:
+        """One dense call: counted, said once in the log, or an error where the user wants that."""
+        if why.kind is Kind.UNSUPPORTED and self.settings.on_unsupported == "error":
+            raise ValueError(f"attention of {self.layers[layer]} cannot be sparse: {why.reason}") from why
+        if why.kind is not Kind.ASKED and why.reason not in self._warned:
+            self._warned.add(why.reason)
+            _log.warning("dense attention in %s: %s", self.layers[layer], why.reason)
+        self.tally.dense(layer, why.reason)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # counts
+
+    def stats(self) -> Stats:
+        """What was counted. Waits for the device."""
+        return Stats.of({self.prefix: (self.layers, self.tally)})
+
+    def reset(self) -> None:
+        """Counts begin again."""
+        self.tally = Tally(len(self.layers))
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Inputs:
+    """[B, N, S, D], as `sparse_attention` would take them; else the reason why it would not."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise Dense.unsupported("gradients are wanted, and sparse attention has none")
     try:
-        options = checks.options(q, k, predicts=True, scale=scale, **kwargs)
-        if options.strategy == "dense":
-            return AsAsked("sparsity is 0")
-        runner = backends.choose(settings.backend, q, k, v, None, options)
+        return planning.check(q, k, v, key_mask, input_layout="BNSD")
     except (ValueError, TypeError) as error:
-        return Unsupported(error)
-    if settings.min_tokens is None and crossover.why_dense(runner, q, k, options):
-        return "dense attention is expected to be faster (set min_tokens to decide yourself)"
-    return Plan(options, runner, placed)
+        raise Dense.unsupported(str(error)) from error
 
 
-def why_short(tokens: int, settings: Settings) -> str | None:
-    least = MIN_TOKENS if settings.min_tokens is None else settings.min_tokens
-    return f"fewer than {least} tokens (min_tokens)" if tokens < least else None
-
-
-def placed_for(scene: Scene, q_len: int, k_len: int) -> Placed | str:
+def place(scene: Scene, inputs: Inputs) -> Placed:
+    """Where the clips lie in the sequence of this call."""
+    q_len, k_len = inputs.q.shape[2], inputs.k.shape[2]
     if q_len != k_len:
-        return Unsupported("q and k have different lengths: not self-attention")
+        raise Dense.unsupported("q and k have different lengths: not self-attention")
     placed = scene.place(q_len)
     if placed is None:
-        grids = in_words(scene.grids)
-        return Unsupported(f"{q_len} tokens do not hold a grid of {grids} where this model has it")
+        raise Dense.unsupported(f"{q_len} tokens do not hold a grid of {scene} where this model has it")
     return placed
 
 
-def call_arguments(settings: Settings, placed: Placed, layer: str) -> dict[str, Any]:
-    """For `rainfusion.sparse_attention`."""
-    kwargs = settings.call_arguments(placed.grids[0][0], layer)
-    if settings.sparse_type != "ada_bsa":
-        kwargs.update(placed.arguments())
-    return kwargs
+def run(tally: Tally, layer: int, inputs: Inputs, way: Way) -> Tensor:
+    """A sparse call, counted."""
+    out, _, mask = ops.attend(inputs, way.call, way.plan)
+    if mask is None:
+        tally.sparse(layer, way.words)
+    else:
+        tally.sparse(layer, way.words, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks)
+    return out
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Plan) -> Sparse:
-    keep, bias = checks.key_mask(key_mask, q, k)
-    out, _, mask = ops.sparse_attention(q, k, v, keep, bias, None, how.options, how.runner, False, False, True)
-    assert mask is not None
-    return Sparse(out, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks)
-
-
-def key_mask(attn_mask: Any, batch: int, k_len: int, pairs_are_keys: bool) -> Tensor | str | None:
-    """The key mask [B, Sk] in a mask of any form that says no more than that; else why not.
+def plain_key_mask(attn_mask: Any, q: Tensor, k: Tensor, pairs_are_keys: bool = False) -> Tensor | None:
+    """The key mask [B, S] in a mask of any form that says no more than that; else the reason why not.
 
     `pairs_are_keys`: the model writes a key mask as [B, 1, S, S], valid queries times valid keys, first query valid.
     """
-    if attn_mask is None:
-        return None
+    if attn_mask is None or q.dim() != 4 or k.dim() != 4:
+        return None  # the check of the tensors says what is wrong
     if not isinstance(attn_mask, Tensor):  # a BlockMask of FlexAttention
-        return Unsupported(f"the model gave a {type(attn_mask).__name__} of its own")
-    mask: Tensor = attn_mask
-    shape = list(mask.shape)
+        raise Dense.unsupported(f"the model gave a {type(attn_mask).__name__} of its own as a mask")
+    batch, k_len = q.shape[0], k.shape[2]
+    mask, shape = attn_mask, list(attn_mask.shape)
     if mask.dim() == 4 and shape[1] == 1 and shape[3] == k_len and (shape[2] == 1 or pairs_are_keys):
         mask = mask[:, 0, 0]
     elif mask.dim() == 3 and shape[1] == 1:
         mask = mask[:, 0]
     if mask.dim() != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != k_len:
-        return Unsupported("the model gave a mask for pairs of tokens, not for keys")
+        raise Dense.unsupported("the model gave a mask for pairs of tokens, not for keys")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         mask = mask.bool()
     return mask.expand(batch, k_len)

@@ -22,13 +22,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rainfusion import __version__, api, backends, checks
-from rainfusion.checks import VideoSpan
+from rainfusion import __version__, api, backends, checks, planning
+from rainfusion.geometry import Geometry, VideoSpan
+from rainfusion.options import InputLayout, Method, Precision, SparseType
 
 __all__ = ["install", "sparse_attention", "uninstall"]
 
 REFERENCE_VERSION = "3.1"  # of the MindIE-SD whose signature this is
-PRECISIONS = {"bf16": "native", "mix": "int8", "fp8": "fp8", "mxfp4": "fp8"}  # fp8 is the nearest to mxfp4, and finer
+PRECISIONS: dict[str, Precision] = {"bf16": "native", "mix": "int8", "fp8": "fp8", "mxfp4": "fp8"}  # fp8 is the nearest to mxfp4, and finer
 QUANTISED_TYPES = ("rf_v2", "rf_v3")  # the reference reads `precision` with no other
 
 # where code finds sparse_attention, parents first
@@ -50,9 +51,9 @@ def sparse_attention(
     scale: float | None = None,
     is_causal: bool | None = False,
     head_num: int = 1,
-    input_layout: str = "BNSD",
+    input_layout: InputLayout = "BNSD",
     inner_precise: int = 0,
-    sparse_type: str | None = None,
+    sparse_type: SparseType | None = None,
     txt_len: int = 0,
     block_size: int = 128,
     latent_shape_q: Sequence[int] | None = None,
@@ -74,25 +75,41 @@ def sparse_attention(
         inner_precise: 0 to 4. Odd is `inner_precise=1` here, even is 0.
         precision: with rf_v2 and rf_v3. `"bf16"` is the tensors' own dtype, `"mix"` int8, `"fp8"` and `"mxfp4"` fp8.
             Where no kernel can do that, `"bf16"` runs instead, and one warning a process says why.
-        is_causal, keep_sink, keep_recent: None is False.
-        mxfp4_dst_type_max, mxfp4_scale_alg, kwargs: without effect.
+        is_causal: None is False.
+        keep_sink: None is False.
+        keep_recent: None is False.
+        mxfp4_dst_type_max: without effect.
+        mxfp4_scale_alg: without effect.
+        kwargs: without effect.
 
     The others are those of `rainfusion.sparse_attention`, which checks them.
     """
-    out: Tensor = api.sparse_attention(
-        q, k, v, attn_mask=attn_mask, scale=scale, is_causal=bool(is_causal),
-        head_num=None if head_num == 1 else head_num, input_layout=input_layout,
-        inner_precise=checks.one_of("inner_precise", inner_precise, range(5)) & 1, sparse_type=sparse_type,
-        txt_len=txt_len, block_size=block_size, latent_shape_q=latent_shape_q, latent_shape_k=latent_shape_k,
-        video_spans=video_spans, keep_sink=bool(keep_sink), keep_recent=bool(keep_recent),
-        cdf_threshold=cdf_threshold, sparsity=sparsity,
+    return api.sparse_attention(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        scale=scale,
+        is_causal=bool(is_causal),
+        head_num=None if head_num == 1 else head_num,
+        input_layout=input_layout,
+        inner_precise=checks.one_of("inner_precise", inner_precise, range(5)) & 1,
+        sparse_type=sparse_type,
+        txt_len=txt_len,
+        block_size=block_size,
+        latent_shape_q=latent_shape_q,
+        latent_shape_k=latent_shape_k,
+        video_spans=video_spans,
+        keep_sink=bool(keep_sink),
+        keep_recent=bool(keep_recent),
+        cdf_threshold=cdf_threshold,
+        sparsity=sparsity,
         precision=_precision(precision, sparse_type, block_size, input_layout, q, k, v),
-    )  # fmt: skip
-    return out
+    )
 
 
 def install() -> None:
-    """Makes `import mindiesd` find this module's `sparse_attention`. Once installed, again is nothing.
+    """Makes `import mindiesd` find this module's `sparse_attention`. Installing twice changes nothing more.
 
     Raises:
         RuntimeError: there is another `mindiesd`, installed or already imported.
@@ -122,16 +139,17 @@ def uninstall() -> None:
 
 def _precision(
     precision: Any, sparse_type: Any, block_size: Any, input_layout: Any, q: Tensor, k: Tensor, v: Tensor
-) -> str:
+) -> Precision:
     """rainfusion's name for a precision, "native" where no backend has kernels for it."""
     own = PRECISIONS[checks.choice("precision", precision, tuple(PRECISIONS))]
     if own == "native" or sparse_type not in QUANTISED_TYPES:
         return "native"
-    q, k, v = checks.tensors(input_layout, None, q=q, k=k, v=v)
-    options = checks.options(q, k, predicts=True, precision=own, sparse_type=sparse_type, block_size=block_size)
+    inputs = planning.check(q, k, v, input_layout=input_layout)
+    method = Method(sparse_type=sparse_type, sparsity=0.5, block_size=block_size, precision=own)
+    call = planning.ask(inputs, method, Geometry())  # what kernels there are does not depend on grids and shares
     reasons = []
     for name in backends.FASTEST_FIRST:
-        reason = backends.why_not(name, q, k, v, None, options)
+        reason = backends.why_not(name, call, inputs.shapes)
         if reason is None:
             return own
         reasons.append(f"{name!r} {reason}")
@@ -175,10 +193,14 @@ def _module(path: str) -> ModuleType:
     spec = ModuleSpec(path, None, origin=__file__, is_package=path != PATHS[-1])
     spec.has_location = True  # so that "cannot import name" tells where from
     vars(module).update(
-        __spec__=spec, __file__=__file__, __package__=spec.parent, __all__=["sparse_attention"],
-        __version__=f"{REFERENCE_VERSION}+rainfusion.{__version__}", __getattr__=_refusal(path),
+        __spec__=spec,
+        __file__=__file__,
+        __package__=spec.parent,
+        __all__=["sparse_attention"],
+        __version__=f"{REFERENCE_VERSION}+rainfusion.{__version__}",
+        __getattr__=_refusal(path),
         sparse_attention=sparse_attention,
-    )  # fmt: skip
+    )
     if spec.submodule_search_locations is not None:
         vars(module)["__path__"] = spec.submodule_search_locations  # none: submodules are only those installed
     return module

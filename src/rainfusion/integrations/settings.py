@@ -1,155 +1,169 @@
-"""What a user may ask of `enable`: checked here, before anything is touched."""
+"""What a user may ask of a host: the method, and where it is not used. Checked here, before anything is touched."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any, Literal
 
 from rainfusion import checks
 from rainfusion.backends import NAMES as BACKEND_NAMES
+from rainfusion.options import OPTION_NAMES, Method, MethodOptions
 from rainfusion.profiles import Profile
 
-IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
-_SPARSE_TYPES = ("rf_v2", "rf_v3", "ada_bsa")
-DEFAULTS = {"token_order": "window", **checks.RECOMMENDED, "compensate": None}  # those of `enable`
+_SHOWN = 8  # layers that a message lists
+
+OnUnsupported = Literal["dense", "error"]
+SkipLayers = str | int | Sequence[int]
+ProfileSource = str | Path | Profile | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked arguments of `enable`."""
+    """A method, and where dense attention stays. The arguments of `rainfusion.enable`, checked.
 
-    sparse_type: str
-    sparsity: float | None  # None: by task
-    start_step: int | float
-    end_step: int | float
-    skip_layers: frozenset[int]
-    min_tokens: int | None  # None: by the measured crossover
-    precision: str
-    on_unsupported: str
-    cdf_threshold: float
-    keep_sink: bool
-    keep_recent: bool
-    token_order: str | tuple[int, ...]
-    predictor: str
-    compensate: bool
-    first_frame: str
-    exact_budget: bool
-    target_error: float | None
-    profile: Profile | None
-    block_size: int
-    inner_precise: int
-    backend: str
+    Args:
+        method: how sparse calls are run; with a profile, without the sparsity, which each layer has of its own.
+        start_step: so many steps at the start stay dense; a float is a share of the steps.
+        end_step: so many steps at the end stay dense; a float is a share of the steps.
+        skip_layers: layers that stay dense, as ranges of their numbers.
+        min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
+        on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
+        profile: a budget for each layer and head.
+        backend: `"auto"`, or the name of the one that has to run.
+    """
+
+    method: Method
+    start_step: int | float = 0
+    end_step: int | float = 0
+    skip_layers: tuple[range, ...] = ()
+    min_tokens: int | None = None
+    on_unsupported: OnUnsupported = "dense"
+    profile: Profile | None = None
+    backend: str = "auto"
 
     @classmethod
     def check(
         cls,
+        method: Method | None = None,
+        changes: MethodOptions | None = None,
         *,
-        sparse_type: Any,
-        sparsity: Any,
-        start_step: Any,
-        end_step: Any,
-        skip_layers: Any,
-        min_tokens: Any,
-        precision: Any,
-        on_unsupported: Any,
-        cdf_threshold: Any,
-        keep_sink: Any,
-        keep_recent: Any,
-        token_order: Any,
-        predictor: Any,
-        compensate: Any,
-        first_frame: Any,
-        exact_budget: Any,
-        target_error: Any,
-        profile: Any,
-        block_size: Any,
-        inner_precise: Any,
-        backend: Any,
+        start_step: int | float = 0,
+        end_step: int | float = 0,
+        skip_layers: SkipLayers = (),
+        min_tokens: int | None = None,
+        on_unsupported: OnUnsupported = "dense",
+        profile: ProfileSource | None = None,
+        backend: str = "auto",
     ) -> Settings:
-        block_size = checks.one_of("block_size", block_size, checks.BLOCK_SIZES)
-        checks.order_and_window(token_order, block_size)
-        checks.choice("precision", precision, checks.PRECISIONS)
-        if sparse_type == "ada_bsa" and block_size != 128:
-            raise ValueError(f"block_size must be 128 with sparse_type='ada_bsa', got {block_size}")
-        for name, value in (("target_error", target_error), ("profile", profile)):
-            if value is not None and sparsity is not None:
-                raise ValueError(f"{name} takes the place of sparsity: leave sparsity out, got {sparsity}")
-            if value is not None and sparse_type == "ada_bsa":
-                raise ValueError(f"{name} needs sparse_type='rf_v2', got 'ada_bsa'")
-        if target_error is not None and profile is not None:
-            raise ValueError("target_error and profile both set the budgets: pass one of them")
+        """From unchecked arguments; `changes` apply to `method`, or to the recommended one."""
+        chosen = changed(method, changes or {})
+        loaded = None
         if profile is not None:
-            profile = Profile.load(profile)
-            asked = dict(token_order=token_order, predictor=predictor, compensate=compensate, first_frame=first_frame)
-            token_order, predictor, compensate, first_frame = _with_profile(asked, profile.options)
-            exact_budget = True
+            _check_no_other_budget(chosen)
+            loaded = Profile.load(profile)
+            chosen = _with_profile(chosen, loaded)
         return cls(
-            sparse_type=checks.choice("sparse_type", sparse_type, _SPARSE_TYPES),
-            sparsity=None if sparsity is None else checks.fraction("sparsity", sparsity, zero=True),
+            method=chosen,
             start_step=steps("start_step", start_step),
             end_step=steps("end_step", end_step),
             skip_layers=layers(skip_layers),
             min_tokens=None if min_tokens is None else checks.integer("min_tokens", min_tokens, minimum=0),
-            precision=precision,
             on_unsupported=checks.choice("on_unsupported", on_unsupported, ("dense", "error")),
-            cdf_threshold=checks.fraction("cdf_threshold", cdf_threshold, zero=False),
-            keep_sink=checks.flag("keep_sink", keep_sink),
-            keep_recent=checks.flag("keep_recent", keep_recent),
-            token_order=token_order if isinstance(token_order, str) else tuple(token_order),
-            predictor=checks.choice("predictor", predictor, tuple(checks.PREDICTORS)),
-            compensate=sparse_type != "ada_bsa" if compensate is None else checks.flag("compensate", compensate),
-            first_frame=checks.choice("first_frame", first_frame, checks.FIRST_FRAMES),
-            exact_budget=checks.flag("exact_budget", exact_budget),
-            target_error=None if target_error is None else checks.fraction("target_error", target_error, zero=False),
-            profile=profile,
-            block_size=block_size,
-            inner_precise=checks.one_of("inner_precise", inner_precise, (0, 1)),
+            profile=loaded,
             backend=checks.choice("backend", backend, ("auto", *BACKEND_NAMES)),
         )
 
-    def sparsity_for(self, frames: int) -> float:
-        """As asked for, or by task: an image has one frame."""
-        if self.sparsity is not None:
-            return self.sparsity
-        if self.target_error is not None:
-            return 0.0  # the error decides
-        if self.sparse_type == "ada_bsa" and self.cdf_threshold < 1.0:
-            return 0.0  # the threshold decides
-        return IMAGE_SPARSITY if frames == 1 else VIDEO_SPARSITY
+    @property
+    def needs_steps(self) -> bool:
+        """Whether some steps are dense, so that the host has to say which step it is."""
+        return bool(self.start_step or self.end_step)
+
+    @property
+    def fewest_tokens(self) -> int:
+        return MIN_TOKENS if self.min_tokens is None else self.min_tokens
+
+    def method_for(self, layer: str, frames: int) -> Method:
+        """The method of a layer's calls; an image has one frame."""
+        if self.profile is None:
+            return self.method.for_frames(frames)
+        return replace(self.method, sparsity=self.profile.of(layer))
 
     def why_step_is_dense(self, step: int, total: int | None) -> str | None:
         """start_step and end_step in words, if one of them covers this step."""
         if step < _number(self.start_step, total):
             return "the first steps are dense (start_step)"
         last = _number(self.end_step, total)
-        if last and total is not None and total - last <= step < total:  # beyond: of a run that is not this pipeline's
+        if last and total is not None and total - last <= step < total:  # a later step is of a run that nobody told of
             return "the last steps are dense (end_step)"
         return None
 
-    def call_arguments(self, frames: int, layer: str) -> dict[str, Any]:
-        """For `rainfusion.sparse_attention`, without the layout."""
-        chosen = dict(
-            sparse_type=self.sparse_type, sparsity=self.sparsity_for(frames), precision=self.precision,
-            inner_precise=self.inner_precise, block_size=self.block_size, cdf_threshold=self.cdf_threshold,
-            keep_sink=self.keep_sink, keep_recent=self.keep_recent, token_order=self.token_order,
-            predictor=self.predictor, compensate=self.compensate, first_frame=self.first_frame,
-            exact_budget=self.exact_budget, target_error=self.target_error,
-        )  # fmt: skip
-        return chosen if self.profile is None else {**chosen, **self.profile.arguments(layer)}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the method
 
 
-def _with_profile(asked: dict[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a profile was measured with; another wish, unless it is the default, is an error."""
-    for name, value in asked.items():
-        if name in options and value not in (DEFAULTS[name], options[name]):
+def changed(method: Method | None, changes: MethodOptions) -> Method:
+    """`method`, or else the recommended one, with these changes. `compensate=None` leaves it as it is there."""
+    if method is not None and not isinstance(method, Method):
+        raise TypeError(f"method must be a rainfusion.Method, got {method!r} ({type(method).__name__})")
+    check_names(changes)
+    wanted: dict[str, Any] = dict(changes)
+    if wanted.get("compensate", True) is None:
+        del wanted["compensate"]
+    if "sparse_type" in wanted:
+        checks.choice("sparse_type", wanted["sparse_type"], ("rf_v2", "rf_v3", "ada_bsa"))
+    if wanted.get("target_error") is not None and wanted.get("sparsity") is not None:
+        raise ValueError(f"target_error takes the place of sparsity: leave sparsity out, got {wanted['sparsity']}")
+    chosen = Method.recommended(**wanted) if method is None else replace(method, **wanted)
+    if chosen.sparse_type is None:
+        raise ValueError(
+            "method must have sparse_type='rf_v2' or 'ada_bsa', got None, which is dense attention: "
+            "Method.recommended() is a method to start from"
+        )
+    if chosen.target_error is not None and chosen.sparse_type == "ada_bsa":
+        raise ValueError("target_error needs sparse_type='rf_v2', got 'ada_bsa'")
+    return chosen
+
+
+def check_names(changes: Mapping[str, Any]) -> None:
+    """A keyword that is no option of the method is an error that names the nearest one."""
+    for name in changes:
+        if name not in OPTION_NAMES:
+            near = get_close_matches(name, OPTION_NAMES, 1)
+            hint = f"did you mean {near[0]}? Options" if near else "options"
+            raise TypeError(f"{name} is not an option; {hint} of the method are {', '.join(OPTION_NAMES)}")
+
+
+def _check_no_other_budget(method: Method) -> None:
+    if method.target_error is not None:
+        raise ValueError("target_error and profile both set the budgets: pass one of them")
+    if method.sparsity is not None:
+        raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {method.sparsity}")
+    if method.sparse_type == "ada_bsa":
+        raise ValueError("profile needs sparse_type='rf_v2', got 'ada_bsa'")
+
+
+def _with_profile(method: Method, profile: Profile) -> Method:
+    """What a profile was measured with; another wish, unless it is the recommended value, is an error."""
+    usual = Method.recommended()
+    found = replace(method, exact_budget=True, **profile.options)
+    for name in profile.options:
+        asked, measured = getattr(method, name), getattr(found, name)
+        if asked not in (getattr(usual, name), measured):
             raise ValueError(
-                f"{name} must be that of the profile, {options[name]!r}, or left out, got {value!r}; or calibrate "
-                "with it"
+                f"{name} must be that of the profile, {measured!r}, or left out, got {asked!r}; or calibrate with it"
             )
-    return tuple(options.get(name, value) for name, value in asked.items())
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# steps
 
 
 def _number(steps: int | float, total: int | None) -> int:
@@ -167,31 +181,46 @@ def steps(name: str, value: Any) -> int | float:
     return checks.integer(name, value, minimum=0)
 
 
-def layers(value: Any) -> frozenset[int]:
-    """Ints, or text such as "0-3,38"."""
+# ---------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+def layers(value: Any) -> tuple[range, ...]:
+    """Ints, or text such as "0-3,38", as ranges of numbers: a range is as cheap to refuse as a number.
+
+    >>> layers("0-3,38")
+    (range(0, 4), range(38, 39))
+    """
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        found: set[int] = set()
-        for part in parts:
-            match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-            if match is None:
-                raise ValueError(f'skip_layers as text must be numbers and ranges such as "0-3,38", got {value!r}')
-            first, last = int(match[1]), int(match[2] or match[1])
-            if last < first:
-                raise ValueError(f"skip_layers has a range that runs backwards: {part!r}")
-            found.update(range(first, last + 1))
-        return frozenset(found)
+        return tuple(_range(part.strip(), value) for part in value.split(",") if part.strip())
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value,)
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
-        raise TypeError(f'skip_layers must be ints or text such as "0-3,38", got {value!r} ({type(value).__name__})')
-    return frozenset(checks.integer("skip_layers", layer, minimum=0) for layer in value)
+        raise TypeError(
+            f'skip_layers must be ints or text such as "0-3,38", got {shortened(value)} ({type(value).__name__})'
+        )
+    numbers = [checks.integer("skip_layers", layer, minimum=0) for layer in value]
+    return tuple(range(number, number + 1) for number in numbers)
 
 
-def check_layers(skip: frozenset[int], number: int, model: str) -> None:
-    beyond = sorted(layer for layer in skip if layer >= number)
+def _range(part: str, whole: str) -> range:
+    match = re.fullmatch(r"(\d{1,18})(?:\s*-\s*(\d{1,18}))?", part)
+    if match is None:
+        raise ValueError(f'skip_layers as text must be numbers and ranges such as "0-3,38", got {shortened(whole)}')
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError(f"skip_layers has a range that runs backwards: {part!r}")
+    return range(first, last + 1)
+
+
+def check_layers(skipped: Sequence[range], number: int, model: str) -> frozenset[int]:
+    """The numbers of the layers to skip, all of them among the first `number`."""
+    beyond = [range(max(part.start, number), part.stop) for part in skipped if part.stop > number]
     if beyond:
+        first = [layer for part in beyond for layer in part[:_SHOWN]][:_SHOWN]
+        more = sum(map(len, beyond)) - len(first)
         raise ValueError(
             f"skip_layers must be layers of {model}, which has {number} self-attention layers: 0 to {number - 1}; got "
-            f"{', '.join(map(str, beyond))}"
+            f"{', '.join(map(str, first))}{f' and {more} more' if more else ''}"
         )
+    return frozenset(layer for part in skipped for layer in part)

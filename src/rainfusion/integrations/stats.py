@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from rainfusion.table import table
 
 @dataclass
 class LayerTally:
-    """Of one layer. Blocks are summed on the device, and read when somebody asks."""
+    """The calls of one layer. Blocks are summed on the device, and read when somebody asks."""
 
     sparse_calls: int = 0
     dense_calls: int = 0
@@ -24,7 +25,7 @@ class LayerTally:
 
 
 class Tally:
-    """Counts while a model runs."""
+    """Counts calls while a model runs."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerTally() for _ in range(layers)]
@@ -43,12 +44,21 @@ class Tally:
         self.reasons[reason] += 1
 
 
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"
+
+
 @dataclass(frozen=True)
 class Stats:
-    """Attention calls since `enable`: print it for a table.
+    """The attention calls that were counted: print it for a table.
 
-    `reasons`: why calls were dense, in words, and how many. `density`: the share of blocks that each layer computed
-    in its sparse calls, None where there was none. `layouts`: which grids were found, and in how many calls.
+    Args:
+        sparse_calls: how many calls were sparse.
+        dense_calls: how many calls were dense.
+        reasons: why calls were dense, in words, and how many of them.
+        density: the share of blocks that each layer computed in its sparse calls; None where there was none.
+        layouts: which grids were found, and in how many sparse calls.
+        calls: the sparse and the dense calls of each layer.
     """
 
     sparse_calls: int
@@ -56,11 +66,11 @@ class Stats:
     reasons: dict[str, int]
     density: dict[str, float | None]
     layouts: dict[str, int]
-    calls: dict[str, tuple[int, int]] = field(repr=False)  # layer -> sparse, dense
+    calls: dict[str, tuple[int, int]] = field(repr=False)
 
     @classmethod
-    def of(cls, tallies: dict[str, tuple[list[str], Tally]]) -> Stats:
-        """tallies: name of a transformer ("" if alone) -> names of its layers, and their tally."""
+    def of(cls, tallies: Mapping[str, tuple[Sequence[str], Tally]]) -> Stats:
+        """tallies: the name of a transformer ("" if it is alone) -> the names of its layers, and their tally."""
         reasons: Counter[str] = Counter()
         layouts: Counter[str] = Counter()
         density: dict[str, float | None] = {}
@@ -83,17 +93,17 @@ class Stats:
 
     @property
     def mean_density(self) -> float | None:
-        """Over the layers that had sparse calls."""
+        """The mean over the layers that had sparse calls."""
         known = [share for share in self.density.values() if share is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def summary(self) -> str:
-        """Without the layers."""
+        """The table's first lines, without the layers."""
         share = "" if self.mean_density is None else f", {self.mean_density:.1%} of the blocks computed"
         lines = [f"{self.sparse_calls} sparse and {self.dense_calls} dense attention calls{share}"]
-        lines += [f"dense: {count} calls: {reason}" for reason, count in self.reasons.items()]
-        lines += [f"sparse: {count} calls: {layout}" for layout, count in self.layouts.items()]
+        lines += [f"dense: {_calls(count)}: {reason}" for reason, count in self.reasons.items()]
+        lines += [f"sparse: {_calls(count)}: {layout}" for layout, count in self.layouts.items()]
         return "\n".join(lines)
 
     def __str__(self) -> str:

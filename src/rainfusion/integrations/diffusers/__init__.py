@@ -1,162 +1,186 @@
 """`rainfusion.enable(pipe)`: sparse self-attention in a diffusers pipeline, and off again.
 
-models      one row for each transformer that is known, and `register_model` for others
-grids       where the picture lies in the attention sequence, from the forward's arguments
-settings    what `enable` was asked for, checked
-controller  one transformer at work: hooks, attention calls, what to put back
-calls       one attention call: sparse with which arguments, or dense for which reason
-shards      the same, for a model that is spread over several processes
-hub         diffusers' private names, in one place
-steps       which denoising step it is
-stats       what was counted
+models         one row for each transformer that is known, and `register_model` for others
+grids          where the picture lies in the attention sequence, from the forward's arguments
+steps          which denoising step it is
+host           one transformer at work: reads scene and step, and hands calls over to the decider
+attaching      putting sparse attention on a transformer's layers, and taking it off
+scope          how the attention calls of a layer arrive
+shards         the same, for a model that is spread over several processes
+private_names  diffusers' private names, in one place
+
+What is decided, and why, is in `rainfusion.integrations.decider`, which knows no diffusers.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rainfusion import checks
-from rainfusion.integrations.decider import Plan
-from rainfusion.integrations.diffusers import private_names as hub
-from rainfusion.integrations.diffusers.host import ATTRIBUTE, Controller, Observer, enabled_through
+from rainfusion.integrations.decider import Observer
+from rainfusion.integrations.diffusers import private_names
+from rainfusion.integrations.diffusers.host import ATTRIBUTE, Host, enabled_through
 from rainfusion.integrations.diffusers.models import find, known, register_model
 from rainfusion.integrations.diffusers.steps import Steps
-from rainfusion.integrations.settings import VIDEO_SPARSITY, Settings
-from rainfusion.integrations.stats import Stats, Tally
+from rainfusion.integrations.settings import OnUnsupported, ProfileSource, Settings, SkipLayers
+from rainfusion.integrations.stats import Stats
+from rainfusion.options import OPTION_NAMES, VIDEO_SPARSITY, Method, MethodOptions
 from rainfusion.prediction.calibration import Recorder, allocate
-from rainfusion.profiles import OPTIONS, Profile
+from rainfusion.profiles import OPTIONS as PROFILE_OPTIONS
+from rainfusion.profiles import Profile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Handle", "Stats", "calibrate", "disable", "enable", "enabled", "register_model"]
+
+
+class CalibrateOptions(MethodOptions, total=False):
+    """The keywords of `calibrate`; see `enable` what they are."""
+
+    start_step: int | float
+    end_step: int | float
+    skip_layers: SkipLayers
+    min_tokens: int | None
+    on_unsupported: OnUnsupported
+    backend: str
+
+
+class EnableOptions(CalibrateOptions, total=False):
+    """The keywords of `enabled`; see `enable` what they are."""
+
+    profile: ProfileSource | None
 
 
 class Handle:
     """What `enable` returns: `stats()` says what happened, `disable()` ends it."""
 
-    def __init__(self, controllers: dict[str, Controller]) -> None:
-        self._controllers = controllers
+    def __init__(self, hosts: dict[str, Host]) -> None:
+        self._hosts = hosts
 
     @property
     def settings(self) -> Settings:
-        return next(iter(self._controllers.values())).settings
+        """What was asked for; `settings.method` is the method."""
+        return next(iter(self._hosts.values())).decider.settings
 
     @property
     def layers(self) -> list[str]:
         """The self-attention layers, in the order that `skip_layers` counts them (of the first transformer)."""
-        return list(next(iter(self._controllers.values())).names)
+        return list(next(iter(self._hosts.values())).decider.layers)
 
     def stats(self) -> Stats:
-        """Counts since `enable`. Waits for the device."""
-        alone = len(self._controllers) == 1
-        return Stats.of(
-            {"" if alone else name: (control.names, control.tally) for name, control in self._controllers.items()}
-        )
+        """What was counted since `enable`, or since `reset`. Waits for the device."""
+        alone = len(self._hosts) == 1
+        deciders = {"" if alone else name: host.decider for name, host in self._hosts.items()}
+        return Stats.of({name: (decider.layers, decider.tally) for name, decider in deciders.items()})
 
     def reset(self) -> None:
         """Counts begin again, after a warm-up say."""
-        for controller in self._controllers.values():
-            controller.tally = Tally(len(controller.names))
+        for host in self._hosts.values():
+            host.decider.reset()
 
     def disable(self) -> None:
-        for controller in self._controllers.values():
-            controller.detach()
+        """Takes sparse attention off, unless it was enabled again since."""
+        for host in self._hosts.values():
+            host.detach()
 
     def __repr__(self) -> str:
         models = ", ".join(
-            f"{name}: {len(control.names)} layers of {type(control.model).__name__}"
-            for name, control in self._controllers.items()
+            f"{name}: {len(host.decider.layers)} layers of {host.decider.model}" for name, host in self._hosts.items()
         )
-        state = "" if all(control.attached for control in self._controllers.values()) else ", disabled"
+        state = "" if all(host.attached for host in self._hosts.values()) else ", disabled"
         return f"<rainfusion in {models}{state}>"
 
 
 def enable(
     pipe_or_transformer: Any,
+    method: Method | None = None,
     *,
-    sparse_type: str = "rf_v2",
-    sparsity: float | None = None,
     start_step: int | float = 0,
     end_step: int | float = 0,
-    skip_layers: str | int | Sequence[int] = (),
+    skip_layers: SkipLayers = (),
     min_tokens: int | None = None,
-    precision: str = "native",
-    on_unsupported: str = "dense",
-    cdf_threshold: float = 1.0,
-    keep_sink: bool = True,
-    keep_recent: bool = True,
-    token_order: str | Sequence[int] = "window",
-    predictor: str = "submeans",
-    compensate: bool | None = None,
-    first_frame: str = "free",
-    exact_budget: bool = False,
-    target_error: float | None = None,
-    profile: str | Path | Profile | Mapping[str, Any] | None = None,
-    block_size: int = 128,
-    inner_precise: int = 0,
+    on_unsupported: OnUnsupported = "dense",
+    profile: ProfileSource | None = None,
     backend: str = "auto",
+    **changes: Unpack[MethodOptions],
 ) -> Handle:
     """Makes the self-attention of a diffusers pipeline, or of its transformer alone, sparse.
 
     Args:
         pipe_or_transformer: a pipeline (all of its transformers are enabled, and share one count of steps), or a model.
-        sparse_type: `"rf_v2"` or `"ada_bsa"`.
-        sparsity: the share of key blocks to skip. None: 0.6 for images, 0.8 for video.
-        start_step, end_step: so many steps at the start and at the end stay dense; a float is a share of the steps.
+        method: how it is made sparse. None: `Method.recommended()`, which gave the best samples for their time
+            (docs/quality.md).
+        start_step: so many steps at the start stay dense; a float is a share of the steps.
+        end_step: so many steps at the end stay dense; a float is a share of the steps.
         skip_layers: layers that stay dense: numbers, or text such as `"0-3,38"`; `handle.layers` lists them.
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least. 0: none does.
-        precision: `"native"`; `"fp8"` or `"int8"` on Hopper GPUs.
         on_unsupported: `"dense"`: a call that cannot be sparse is dense, and counted with its reason; or `"error"`.
-        target_error: instead of `sparsity`, the error to allow in each head of each call.
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
             token_order, predictor, compensate and first_frame that it was measured with.
-        predictor, compensate, first_frame: as for `sparse_attention`, but `"submeans"`, True (None: with rf_v2) and
-            `"free"` by default, which gave the best samples for their time (docs/quality.md). Where the first frame is
-            what a video is made from, `"keys"` is the careful choice.
-        cdf_threshold, keep_sink, keep_recent, token_order, exact_budget, block_size, inner_precise, backend: as for
-            `sparse_attention`.
+        backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
+        changes: options of `Method` that differ from `method`: `sparsity` (None: 0.6 for images, 0.8 for video),
+            `precision`, `target_error`, `sparse_type` ... `compensate=None` is True with rf_v2. Where the first frame
+            is what a video is made from, `first_frame="keys"` is the careful choice.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.
     """
     settings = Settings.check(
-        sparse_type=sparse_type, sparsity=sparsity, start_step=start_step, end_step=end_step, skip_layers=skip_layers,
-        min_tokens=min_tokens, precision=precision, on_unsupported=on_unsupported, cdf_threshold=cdf_threshold,
-        keep_sink=keep_sink, keep_recent=keep_recent, token_order=token_order, predictor=predictor,
-        compensate=compensate, first_frame=first_frame, exact_budget=exact_budget, target_error=target_error,
-        profile=profile, block_size=block_size, inner_precise=inner_precise, backend=backend,
-    )  # fmt: skip
+        method,
+        changes,
+        start_step=start_step,
+        end_step=end_step,
+        skip_layers=skip_layers,
+        min_tokens=min_tokens,
+        on_unsupported=on_unsupported,
+        profile=profile,
+        backend=backend,
+    )
     return _start(pipe_or_transformer, settings)
 
 
-def _start(pipe_or_transformer: Any, settings: Settings, observer: Observer | None = None) -> Handle:
-    hub.dispatch_module()
-    models, pipeline = _transformers(pipe_or_transformer)
-    for name, steps in (("start_step", settings.start_step), ("end_step", settings.end_step)):
-        if pipeline is None and steps and (name == "end_step" or isinstance(steps, float)):
-            raise ValueError(
-                f"{name}={steps} needs the number of steps, which a transformer alone does not know: enable the "
-                "pipeline"
-            )
-    if settings.precision != "native" and not _has_hopper():
-        warnings.warn(
-            f"precision={settings.precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be "
-            "dense",
-            stacklevel=3,
-        )
-    if any(ATTRIBUTE in vars(model) for model in models.values()):
-        warnings.warn("rainfusion was enabled here already: the new settings replace the old ones", stacklevel=3)
-    return _enable(models, pipeline, settings, observer)
+def disable(pipe_or_transformer: Any) -> None:
+    """Leaves the pipeline or transformer as it was before `enable`; does nothing where that was not called.
+
+    Args:
+        pipe_or_transformer: what was enabled.
+    """
+    _detach(_modules(pipe_or_transformer))
+    for host in enabled_through(pipe_or_transformer):  # of a transformer that was replaced since
+        host.detach()
+
+
+@contextmanager
+def enabled(
+    pipe_or_transformer: Any, method: Method | None = None, **options: Unpack[EnableOptions]
+) -> Iterator[Handle]:
+    """`with rainfusion.enabled(pipe, sparsity=0.8) as handle:` enables, and puts back what was there before.
+
+    Args:
+        pipe_or_transformer: as for `enable`.
+        method: as for `enable`.
+        options: the keywords of `enable`.
+    """
+    with _put_back(pipe_or_transformer):
+        handle = enable(pipe_or_transformer, method, **options)
+        try:
+            yield handle
+        finally:
+            handle.disable()
 
 
 def calibrate(
-    pipe_or_transformer: Any, run: Callable[[], Any], *, sparsity: float = VIDEO_SPARSITY, **kwargs: Any
+    pipe_or_transformer: Any,
+    run: Callable[[], Any],
+    method: Method | None = None,
+    **options: Unpack[CalibrateOptions],
 ) -> Profile:
     """Measures what each layer and head loses, while `run` makes a few samples, and shares out one density.
 
@@ -167,70 +191,96 @@ def calibrate(
     Args:
         pipe_or_transformer: as for `enable`; attention stays dense meanwhile.
         run: makes one or a few samples with it, of the size that will be used; fewer steps will do.
-        sparsity: of all heads together, protected blocks counted in.
-        kwargs: options of `enable` that the budgets are for, and that the profile will bring along: `token_order`,
-            `predictor`, `compensate`, `first_frame`; others hold while measuring.
+        method: as for `enable`.
+        options: the keywords of `enable` but `profile` and `target_error`. `sparsity` is that of all heads together,
+            protected blocks counted in; 0.8 if it is not given. `token_order`, `predictor`, `compensate` and
+            `first_frame` are what the budgets are for, and the profile brings them along; the others hold while
+            measuring. `min_tokens` is 0 if it is not given.
     """
-    share = checks.fraction("sparsity", sparsity, zero=False)
-    options = {name: p.default for name, p in inspect.signature(enable).parameters.items() if p.kind == p.KEYWORD_ONLY}
-    unknown = sorted(kwargs.keys() - options.keys() | kwargs.keys() & {"profile", "target_error"})
+    wanted: dict[str, Any] = {"min_tokens": 0, **options}
+    allowed = {*OPTION_NAMES, *CalibrateOptions.__annotations__} - {"target_error"}
+    unknown = sorted(wanted.keys() - allowed)
     if unknown:
         raise TypeError(f"calibrate takes the options of enable but profile and target_error, got {', '.join(unknown)}")
-    settings = Settings.check(**{**options, "min_tokens": 0, **kwargs, "sparsity": share})
-    if settings.sparse_type == "ada_bsa":
+    if wanted.get("sparsity") is None:
+        wanted["sparsity"] = VIDEO_SPARSITY if method is None or method.sparsity is None else method.sparsity
+    share = checks.fraction("sparsity", wanted["sparsity"], zero=False)
+    changes: Any = {name: wanted.pop(name) for name in OPTION_NAMES if name in wanted}
+    settings = Settings.check(method, changes, **wanted)
+    if settings.method.sparse_type == "ada_bsa":
         raise ValueError("sparse_type must be 'rf_v2', whose budgets are by head, got 'ada_bsa'")
     recorder = Recorder(share)
-
-    def observe(layer: str, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Plan) -> None:
-        keep, bias = checks.key_mask(key_mask, q, k)
-        recorder.add(layer, q, k, v, keep, bias, how.options, how.runner)
-
-    models = _modules(pipe_or_transformer)
-    before = {name: vars(model)[ATTRIBUTE] for name, model in models.items() if ATTRIBUTE in vars(model)}
-    _detach(models)
-    handle = None
-    try:
-        handle = _start(pipe_or_transformer, settings, observe)
-        run()
-        summary, names = handle.stats().summary, handle.stats().calls
-    finally:
-        if handle is not None:
+    with _put_back(pipe_or_transformer):
+        handle = _start(pipe_or_transformer, settings, recorder.add)
+        try:
+            run()
+            stats = handle.stats()
+        finally:
             handle.disable()
-        for controller in before.values():
-            controller.reattach()
+    return _profile(recorder, stats, settings.method, share)
+
+
+def _profile(recorder: Recorder, stats: Stats, method: Method, share: float) -> Profile:
     if not recorder.layers:
-        raise ValueError(f"no attention call could be measured: {summary}")
-    missing = [name for name in names if name not in recorder.layers]
+        raise ValueError(f"no attention call could be measured: {stats.summary}")
+    missing = [name for name in stats.calls if name not in recorder.layers]
     if missing:
         warnings.warn(
-            f"{len(missing)} of {len(names)} layers had no call to measure, {missing[0]} among them: with this profile "
-            "they must be in skip_layers; more steps may reach them",
-            stacklevel=2,
+            f"{len(missing)} of {len(stats.calls)} layers had no call to measure, {missing[0]} among them: with this "
+            "profile they must be in skip_layers; more steps may reach them",
+            stacklevel=3,
         )
-    chosen = {name: getattr(settings, name) for name in OPTIONS}
+    chosen = {name: getattr(method, name) for name in PROFILE_OPTIONS}
     calls = sum(layer.calls for layer in recorder.layers.values())
     return Profile(allocate(recorder.layers, share), share, chosen, dict(calls=calls))
 
 
-def _enable(
-    models: dict[str, nn.Module], pipeline: Any, settings: Settings, observer: Observer | None = None
-) -> Handle:
-    """All transformers or none."""
+# ---------------------------------------------------------------------------------------------------------------------
+# all transformers of a pipeline
+
+
+def _start(pipe_or_transformer: Any, settings: Settings, observer: Observer | None = None) -> Handle:
+    """All transformers or none: everything is checked before anything is touched."""
+    private_names.dispatch_module()
+    models, pipeline = _transformers(pipe_or_transformer)
+    if pipeline is None:
+        _check_steps_are_known(settings)
     steps = Steps(pipeline)
-    rows = {name: find(model) for name, model in models.items()}
-    controllers = {
-        name: Controller(model, rows[name], settings, steps, "" if len(models) == 1 else name, observer)
+    hosts = {
+        name: Host(model, find(model), settings, steps, "" if len(models) == 1 else name, observer)
         for name, model in models.items()
     }
+    _warn(models, settings)
     _detach(models)
     try:
-        for controller in controllers.values():
-            controller.attach()
+        for host in hosts.values():
+            host.attach()
     except BaseException:
-        for controller in controllers.values():
-            controller.detach()
+        for host in hosts.values():
+            host.detach()
         raise
-    return Handle(controllers)
+    return Handle(hosts)
+
+
+def _check_steps_are_known(settings: Settings) -> None:
+    for name, steps in (("start_step", settings.start_step), ("end_step", settings.end_step)):
+        if steps and (name == "end_step" or isinstance(steps, float)):
+            raise ValueError(
+                f"{name}={steps} needs the number of steps, which a transformer alone does not know: enable the "
+                "pipeline"
+            )
+
+
+def _warn(models: dict[str, nn.Module], settings: Settings) -> None:
+    """For the line that called `enable`."""
+    precision = settings.method.precision
+    if precision != "native" and not _has_hopper():
+        warnings.warn(
+            f"precision={precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be dense",
+            stacklevel=4,
+        )
+    if any(ATTRIBUTE in vars(model) for model in models.values()):
+        warnings.warn("rainfusion was enabled here already: the new settings replace the old ones", stacklevel=4)
 
 
 def _has_hopper() -> bool:
@@ -239,35 +289,24 @@ def _has_hopper() -> bool:
     )
 
 
-def disable(pipe_or_transformer: Any) -> None:
-    """Leaves the pipeline or transformer as it was before `enable`; does nothing where that was not called."""
-    _detach(_modules(pipe_or_transformer))
-    for controller in enabled_through(pipe_or_transformer):  # a transformer that was replaced since
-        controller.detach()
-
-
 @contextmanager
-def enabled(pipe_or_transformer: Any, **kwargs: Any) -> Iterator[Handle]:
-    """`with rainfusion.enabled(pipe, sparsity=0.8) as handle:` enables, and puts back what was there before."""
+def _put_back(pipe_or_transformer: Any) -> Iterator[None]:
+    """Takes off what is enabled, for a while."""
     models = _modules(pipe_or_transformer)
-    before = {name: vars(model)[ATTRIBUTE] for name, model in models.items() if ATTRIBUTE in vars(model)}
+    before = [vars(model)[ATTRIBUTE] for model in models.values() if ATTRIBUTE in vars(model)]
     _detach(models)
-    handle = None
     try:
-        handle = enable(pipe_or_transformer, **kwargs)
-        yield handle
+        yield
     finally:
-        if handle is not None:
-            handle.disable()
-        for controller in before.values():
-            controller.reattach()
+        for host in before:
+            host.attach()
 
 
 def _detach(models: dict[str, nn.Module]) -> None:
     for model in models.values():
-        controller = vars(model).get(ATTRIBUTE)
-        if controller is not None:
-            controller.detach()
+        host = vars(model).get(ATTRIBUTE)
+        if host is not None:
+            host.detach()
 
 
 def _transformers(target: Any) -> tuple[dict[str, nn.Module], Any]:

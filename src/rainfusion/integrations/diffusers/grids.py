@@ -1,7 +1,7 @@
 """Where the picture lies in a model's attention sequence, read from the arguments of its forward.
 
 A rule is a function (arguments by name, the model's config) -> the grids (t, h, w) of the clips in the sequence, one
-behind the other: what is generated first, then reference images. It raises `NoGrid` with the reason if there is none.
+after the other: what is generated first, then reference images. It raises `NoGrid` with the reason if there is none.
 """
 
 from __future__ import annotations
@@ -11,67 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from rainfusion.checks import Grid
+from rainfusion.integrations.scenes import NoGrid
 
 T = TypeVar("T")
 Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Sequence[int]]]
 PatchKeys = str | tuple[str | None, str | None, str | None]  # of the config: one key for all, or t, h, w (None: 1)
-
-
-class NoGrid(Exception):
-    """There is no grid in these arguments; the message says why."""
-
-
-class Scene(NamedTuple):
-    """The clips of a forward, and the tokens in front of them."""
-
-    grids: tuple[Grid, ...]
-    before: int | None  # None: all that is not a clip lies in front
-    alone: bool  # nothing but clips
-
-    @property
-    def tokens(self) -> int:
-        return sum(math.prod(grid) for grid in self.grids)
-
-    def place(self, length: int) -> Placed | None:
-        """In a sequence of this length; None if it does not fit."""
-        others = length - self.tokens
-        before = others if self.before is None else self.before
-        if others < 0 or others < before or (self.alone and others != 0):
-            return None
-        return Placed(self.grids, before, others - before)
-
-
-def in_words(grids: Sequence[Grid]) -> str:
-    return " and ".join("x".join(map(str, grid)) for grid in grids)
-
-
-class Placed(NamedTuple):
-    """Clips in a sequence, with the number of tokens before and behind all of them."""
-
-    grids: tuple[Grid, ...]
-    before: int
-    behind: int
-
-    def __str__(self) -> str:
-        before = f", {self.before} tokens before" if self.before else ""
-        behind = f", {self.behind} tokens behind" if self.behind else ""
-        return f"grid {in_words(self.grids)}{before}{behind}"
-
-    def arguments(self) -> dict[str, Any]:
-        """For `rainfusion.sparse_attention`."""
-        if self.behind == 0 and len(self.grids) == 1:
-            return dict(txt_len=self.before, latent_shape_q=self.grids[0], latent_shape_k=self.grids[0])
-        spans = []
-        start = self.before
-        for grid in self.grids:
-            spans.append(dict(start=start, latent_shape=grid))
-            start += math.prod(grid)
-        return dict(video_spans=spans)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +172,7 @@ class _ReadOnce(Generic[T]):
 
 
 def grids_of_ids(ids: Tensor, columns: tuple[int, int]) -> list[Grid] | None:
-    """Pictures (1, h, w), one behind the other; None if a picture is not a rectangle."""
+    """Pictures (1, h, w), one after the other; None if a picture is not a rectangle."""
     rows = (ids[0] if ids.dim() == 3 else ids)[:, list(columns)].to("cpu")
     changes = rows[1:] != rows[:-1]
     starts = [0, *(changes[:, 0].nonzero().flatten() + 1).tolist(), rows.shape[0]]

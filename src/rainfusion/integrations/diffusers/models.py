@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from rainfusion import checks
+from rainfusion.deprecation import warn_deprecated
 from rainfusion.integrations.diffusers.grids import (
-    NoGrid,
     Rule,
-    Scene,
     image_ids,
     image_shapes,
     latent_shape,
@@ -20,6 +19,7 @@ from rainfusion.integrations.diffusers.grids import (
     packed_video,
     trailing_shape,
 )
+from rainfusion.integrations.scenes import NoGrid, Scene
 
 CALLS = ("dispatch", "active", "sdpa")
 
@@ -30,12 +30,10 @@ class Model:
 
     attention: tuple[str, ...]  # names of the self-attention modules; * is one part of a name
     grid: Rule  # the forward's arguments -> the grids of the clips, see `grids`
-    others: str = (
-        "none"  # where tokens that are no clip lie: "none", "before", "behind", or the argument with those before
-    )
-    call: str = (
-        "dispatch"  # attention goes through diffusers' dispatch; that of the process ("active"); or torch's SDPA
-    )
+    # where tokens that are no clip lie: "none", "before", "after", or the name of the argument with those before
+    others: str = "none"
+    # how attention is called: through diffusers' "dispatch", through the process's "active" backend, or torch's "sdpa"
+    call: str = "dispatch"
     pairs_are_keys: bool = False  # a mask [B, 1, S, S] is a key mask, valid queries times valid keys
     streams_apart: bool = False  # context parallelism splits text and picture each on its own
     unless: tuple[str, ...] = ()  # arguments that, if given, put tokens in another order
@@ -58,7 +56,7 @@ class Model:
     def _before(self, arguments: Mapping[str, Any]) -> int | None:
         if self.others == "before":
             return None
-        if self.others in ("none", "behind"):
+        if self.others in ("none", "after"):
             return 0
         text = arguments.get(self.others)
         if not isinstance(text, Tensor):
@@ -81,9 +79,9 @@ MODELS: dict[str, Model] = {
     "WanAnimateTransformer3DModel": _WAN,
     "WanAnimate2Transformer3DModel": Model(("blocks.*.self_attn",), latent_shape(axes=_CHANNELS_LAST)),
     "SkyReelsV2Transformer3DModel": _WAN,
-    "HunyuanVideoTransformer3DModel": Model(_BOTH_STACKS, latent_shape(patch=_PATCHES), "behind"),
+    "HunyuanVideoTransformer3DModel": Model(_BOTH_STACKS, latent_shape(patch=_PATCHES), "after"),
     "HunyuanVideo15Transformer3DModel": Model(
-        ("transformer_blocks.*.attn",), latent_shape(patch=_PATCHES), "behind", pairs_are_keys=True
+        ("transformer_blocks.*.attn",), latent_shape(patch=_PATCHES), "after", pairs_are_keys=True
     ),
     "CogVideoXTransformer3DModel": Model(
         ("transformer_blocks.*.attn1",), latent_shape(axes=(1, 3, 4), patch=_PATCHES), "before", call="sdpa"
@@ -92,10 +90,10 @@ MODELS: dict[str, Model] = {
         ("transformer_blocks.*.attn1",), numbers("num_frames", "height", "width")
     ),
     "LTX2VideoTransformer3DModel": Model(
-        ("transformer_blocks.*.attn1",), numbers("num_frames", "height", "width", patch=_PATCHES), "behind"
+        ("transformer_blocks.*.attn1",), numbers("num_frames", "height", "width", patch=_PATCHES), "after"
     ),
     "MochiTransformer3DModel": Model(
-        ("transformer_blocks.*.attn1",), latent_shape(patch=(None, "patch_size", "patch_size")), "behind", call="sdpa"
+        ("transformer_blocks.*.attn1",), latent_shape(patch=(None, "patch_size", "patch_size")), "after", call="sdpa"
     ),
     "CosmosTransformer3DModel": Model(("transformer_blocks.*.attn1",), latent_shape(), call="active"),
     "Kandinsky5Transformer3DModel": Model(
@@ -113,17 +111,17 @@ MODELS: dict[str, Model] = {
         ("transformer_blocks.*.attn",), image_shapes(), "encoder_hidden_states", streams_apart=True
     ),
     "SD3Transformer2DModel": Model(
-        ("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), latent_shape(axes=_IMAGE), "behind", call="sdpa"
+        ("transformer_blocks.*.attn", "transformer_blocks.*.attn2"), latent_shape(axes=_IMAGE), "after", call="sdpa"
     ),
     "HiDreamImageTransformer2DModel": Model(
         ("double_stream_blocks.*.block.attn1", "single_stream_blocks.*.block.attn1"),
-        latent_shape(axes=_IMAGE), "behind", call="sdpa",
+        latent_shape(axes=_IMAGE), "after", call="sdpa",
     ),
     "ZImageTransformer2DModel": Model(
         ("noise_refiner.*.attention", "layers.*.attention"),
-        latent_shape("x", axes=_CHANNELS_LAST, patch=("f_patch_size", "patch_size", "patch_size")), "behind",
+        latent_shape("x", axes=_CHANNELS_LAST, patch=("f_patch_size", "patch_size", "patch_size")), "after",
     ),
-    "HunyuanImageTransformer2DModel": Model(_BOTH_STACKS, trailing_shape(), "behind"),
+    "HunyuanImageTransformer2DModel": Model(_BOTH_STACKS, trailing_shape(), "after"),
 }  # fmt: skip
 
 
@@ -142,7 +140,7 @@ def find(model: Any) -> Model:
         "self-attention sees the picture, add a row:\n\n"
         f'    rainfusion.register_model("{name}", attention=["transformer_blocks.*.attn1"],  # names of the modules\n'
         "        grid=lambda arguments, config: [(t, h, w)],  # from the forward's arguments, after patching\n"
-        '        others="none")  # or "before", "behind": where tokens that are not of the grid lie\n\n'
+        '        others="none")  # or "before", "after": where tokens that are not of the grid lie\n\n'
         "docs/adding_a_model.md has the details"
     )
 
@@ -166,8 +164,8 @@ def register_model(
         grid: a function (the forward's arguments by name, the model's config) -> `[(t, h, w), ...]`, the clips in the
             order in which they lie in the sequence, without gaps. `rainfusion.integrations.diffusers.grids`
             has the usual ones.
-        others: where tokens lie that belong to no clip (text, padding): `"none"`, `"before"`, `"behind"`, or the name
-            of the forward's argument `[B, L, ...]` whose L tokens lie before, while the rest lies behind.
+        others: where tokens lie that belong to no clip (text, padding): `"none"`, `"before"`, `"after"`, or the name
+            of the forward's argument `[B, L, ...]` whose L tokens lie before, while the rest lies after.
         call: how attention is called: `"dispatch"` (diffusers' `dispatch_attention_fn` with the processor's backend),
             `"active"` (the same without it) or `"sdpa"` (torch's function).
         pairs_are_keys: the model hands over a key mask as `[B, 1, S, S]`.
@@ -182,10 +180,18 @@ def register_model(
         raise TypeError(f"attention must be names of modules, such as ['blocks.*.attn1'], got {attention!r}")
     if not callable(grid):
         raise TypeError(f"grid must be a function (arguments, config) -> [(t, h, w), ...], got {grid!r}")
+    if others == "behind":
+        warn_deprecated("others='behind' of register_model", "others='after'")
+        others = "after"
     if not isinstance(others, str):
-        raise TypeError(f"others must be 'none', 'before', 'behind' or the name of an argument, got {others!r}")
+        raise TypeError(f"others must be 'none', 'before', 'after' or the name of an argument, got {others!r}")
     checks.choice("call", call, CALLS)
     MODELS[name] = Model(
-        globs, grid, others, call, checks.flag("pairs_are_keys", pairs_are_keys),
-        checks.flag("streams_apart", streams_apart), (unless,) if isinstance(unless, str) else tuple(unless),
-    )  # fmt: skip
+        attention=globs,
+        grid=grid,
+        others=others,
+        call=call,
+        pairs_are_keys=checks.flag("pairs_are_keys", pairs_are_keys),
+        streams_apart=checks.flag("streams_apart", streams_apart),
+        unless=(unless,) if isinstance(unless, str) else tuple(unless),
+    )

@@ -18,9 +18,9 @@ TESTED = "0.42.1"
 # backends that call torch's function
 THROUGH_SDPA = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 _REGISTRY_NAMES = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "_active_backend")
-_ARGUMENTS = {
-    "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config",
-}  # fmt: skip
+_ARGUMENTS = frozenset(
+    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config")
+)
 
 
 @lru_cache(maxsize=1)
@@ -38,10 +38,8 @@ def dispatch_module() -> Any:
             f"pip install diffusers=={TESTED} ({error})"
         ) from error
     registry = getattr(module, "_AttentionBackendRegistry", None)
-    missing = [
-        name for name in ("AttentionBackendName", "dispatch_attention_fn", "_AttentionBackendRegistry")
-        if not hasattr(module, name)
-    ]  # fmt: skip
+    names = ("AttentionBackendName", "dispatch_attention_fn", "_AttentionBackendRegistry")
+    missing = [name for name in names if not hasattr(module, name)]
     missing += [f"_AttentionBackendRegistry.{name}" for name in _REGISTRY_NAMES if not hasattr(registry, name)]
     if missing:
         raise ImportError(
@@ -77,3 +75,52 @@ def dispatch(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor
 
 def active_backend() -> str:
     return str(dispatch_module()._AttentionBackendRegistry._active_backend.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# context parallelism
+
+
+def context_parallelism(config: Any) -> Any | None:
+    """diffusers' own ContextParallelConfig in what a model or a processor has as its parallel config."""
+    types = _parallel_types()
+    found = config.context_parallel_config if types and isinstance(config, types[0]) else None
+    return found if types and isinstance(found, types[1]) else None
+
+
+def is_foreign(config: Any) -> bool:
+    """Whether a model is spread over processes by somebody else than diffusers."""
+    if config is None:
+        return False
+    types = _parallel_types()
+    if not types or not isinstance(config, types[0]):
+        return True
+    found = config.context_parallel_config
+    return found is not None and not isinstance(found, types[1])
+
+
+def is_tensor_parallel(config: Any) -> bool:
+    types = _parallel_types()
+    return bool(types) and isinstance(config, types[0]) and getattr(config, "tensor_parallel_config", None) is not None
+
+
+@lru_cache(maxsize=1)
+def _parallel_types() -> tuple[type, type] | None:
+    """ParallelConfig and ContextParallelConfig, where this diffusers has them."""
+    try:
+        module = import_module("diffusers.models._modeling_parallel")
+        return module.ParallelConfig, module.ContextParallelConfig
+    except (ImportError, AttributeError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hooks around a module's forward
+
+
+def forget_forward(module: Any, old: Any, new: Any) -> None:
+    """In diffusers' hooks around a module: a forward that they would put back one day becomes another one."""
+    for reference in getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ()):
+        for name in ("forward", "original_forward"):
+            if getattr(reference, name, None) is old:
+                setattr(reference, name, new)

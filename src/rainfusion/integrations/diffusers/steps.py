@@ -20,6 +20,7 @@ class Steps:
         self._schedule: Any = None  # of the run that is counted
         self._first: Any = None
         self._last: Any = None
+        self._rises: bool | None = None  # whether the timesteps of the run do, once two of them are known
         self._count = 0
 
     @property
@@ -48,8 +49,19 @@ class Steps:
             return self._counted((index,), schedule, (index,) == self._last, begins_again=index is None)
         if isinstance(timestep, Tensor):  # of each token, perhaps, where given frames have 0
             value = float(timestep.max())
-            return self._counted(value, schedule, value == self._last, begins_again=value == self._first)
+            return self._counted(value, schedule, value == self._last, begins_again=self._turns_back(value))
         return 0
+
+    def _turns_back(self, value: float) -> bool:
+        """The first timestep again, or one that lies against the run's direction: a new run begins."""
+        if not isinstance(self._last, float) or value == self._last:
+            return False
+        rises = value > self._last
+        if value == self._first or (self._rises is not None and rises is not self._rises):
+            self._rises = None
+            return True
+        self._rises = rises
+        return False
 
     def _counted(self, now: Any, schedule: Any, same: bool, begins_again: bool = False) -> int:
         if schedule is not self._schedule or self._last is None or (begins_again and not same):
