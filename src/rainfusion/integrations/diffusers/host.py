@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rainfusion.integrations.decider import Decider, Dense, Observer
+from rainfusion.integrations.decider import Decider, Observer
 from rainfusion.integrations.diffusers import private_names, scope, shards
 from rainfusion.integrations.diffusers.attaching import Attachment, layer_names
 from rainfusion.integrations.diffusers.models import Model
@@ -281,7 +281,9 @@ class _Names:
     def _find(self, model: nn.Module, own: Any) -> None:
         """The nearest signature without *args names the positional ones; defaults are the nearest of each name."""
         known = [_parameters(forward, bound=False) for forward in (own,) if forward is not None]
-        known += [_parameters(vars(kind)["forward"], bound=True) for kind in type(model).__mro__ if "forward" in vars(kind)]
+        known += [
+            _parameters(vars(kind)["forward"], bound=True) for kind in type(model).__mro__ if "forward" in vars(kind)
+        ]
         self._defaults = {
             parameter.name: parameter.default
             for parameters in reversed(known)

@@ -18,7 +18,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import Any, Literal, Protocol
 
@@ -102,7 +102,7 @@ def _run(layer: Tensor | None, through_torch: bool, forward: Callable[..., Any],
 # processors
 
 
-@lru_cache(maxsize=None)
+@cache
 def scoped(kind: type, arrival: Arrival) -> type:
     """The class of a processor while its model is enabled; always the same one, so that compiled code stays valid."""
     through_torch = arrival == "sdpa"
@@ -131,7 +131,8 @@ def _delete_backend(processor: Any) -> None:
 
 def unscoped(kind: type) -> type:
     """The class that a processor has without us."""
-    return vars(kind).get("_rainfusion_scoped", kind)
+    original: type = vars(kind).get("_rainfusion_scoped", kind)
+    return original
 
 
 def put_on(processor: Any, arrival: Arrival) -> bool:
