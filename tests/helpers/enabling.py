@@ -7,8 +7,18 @@ from helpers import needs_diffusers, tiny_models
 needs_diffusers()
 
 from diffusers.models import attention_dispatch  # noqa: E402
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0  # noqa: E402
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor  # noqa: E402
 
-__all__ = ["attention_dispatch", "blocks_of", "forward", "snapshot", "wide_wan"]
+__all__ = [
+    "CogVideoXAttnProcessor2_0",
+    "WanAttnProcessor",
+    "attention_dispatch",
+    "blocks_of",
+    "forward",
+    "snapshot",
+    "wide_wan",
+]
 
 
 def forward(model, inputs):

@@ -159,3 +159,38 @@ def test_without_diffusers(monkeypatch):
         with pytest.raises(ImportError, match="pip install diffusers"):
             rainfusion.enable(Unknown())
     private_names.dispatch_module.cache_clear()
+
+
+def test_wrong_layers_leave_the_old_settings_and_warn_of_nothing():
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    handle = rainfusion.enable(model, min_tokens=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="0 to 1; got 9"):
+            rainfusion.enable(model, skip_layers=9, precision="fp8")
+    forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+def test_a_range_of_millions_of_layers_is_refused_at_once():
+    model, _, _ = tiny_models.ALL["wan"]()
+    with pytest.raises(ValueError, match="got 2, 3, 4, 5, 6, 7, 8, 9 and 19999991 more"):
+        rainfusion.enable(model, skip_layers="0-20000000")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"),
+    [
+        ((), dict(sparsty=0.5), TypeError, "sparsty is not an option; did you mean sparsity"),
+        ((3,), dict(), TypeError, "method must be a rainfusion.Method, got 3"),
+        ((rainfusion.Method(),), dict(), ValueError, "method must have sparse_type='rf_v2' or 'ada_bsa', got None"),
+        ((), dict(sparse_type=None), ValueError, "sparse_type must be one of"),
+        ((), dict(target_error=0.1, sparse_type="ada_bsa"), ValueError, "target_error needs sparse_type='rf_v2'"),
+        ((), dict(profile={}, sparse_type="ada_bsa"), ValueError, "profile needs sparse_type='rf_v2'"),
+    ],
+)
+def test_wrong_methods(args, kwargs, error, message):
+    model, _, _ = tiny_models.ALL["wan"]()
+    with pytest.raises(error, match=message):
+        rainfusion.enable(model, *args, **kwargs)
+    assert ATTRIBUTE not in vars(model)

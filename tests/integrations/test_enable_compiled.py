@@ -5,7 +5,7 @@ import torch
 
 import rainfusion
 from helpers import tiny_models
-from helpers.enabling import forward, wide_wan
+from helpers.enabling import blocks_of, forward, wide_wan
 from rainfusion.integrations.diffusers.host import ATTRIBUTE
 
 
@@ -76,3 +76,30 @@ def test_enabling_after_compiling_and_running(name, how):
     rainfusion.disable(compiled)
     forward(compiled, inputs)
     assert handle.stats().sparse_calls == expected.calls
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "cogvideox", "sd3", "mochi", "cosmos"])
+@pytest.mark.parametrize("how", ["model", "in place", "blocks"])
+def test_a_full_graph(name, how):
+    torch._dynamo.reset()
+    model, inputs, expected = tiny_models.ALL[name]()
+    dense = forward(model, inputs)
+    graphs = []
+
+    def counting(graph, examples):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    handle = rainfusion.enable(model, min_tokens=0)
+    compiled = model
+    if how == "model":
+        compiled = torch.compile(model, fullgraph=True, backend=counting)
+    elif how == "in place":
+        model.compile(fullgraph=True, backend=counting)
+    else:
+        for block in blocks_of(model):
+            block.compile(fullgraph=True, backend=counting)
+    for _ in range(2):
+        torch.testing.assert_close(forward(compiled, inputs), dense, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1 if how != "blocks" else 0 < len(graphs) <= len(blocks_of(model)) + 1
+    assert (handle.stats().sparse_calls, handle.stats().dense_calls) == (2 * expected.calls, 0)

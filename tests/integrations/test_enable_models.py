@@ -155,7 +155,7 @@ def test_predictor_and_compensation_reach_the_call():
 
 
 def _enabled(model, inputs, **kwargs):
-    with rainfusion.enabled(model, min_tokens=0, sparsity=0.8, **kwargs):
+    with rainfusion.enabled(model, **{"min_tokens": 0, "sparsity": 0.8, **kwargs}):
         return forward(model, inputs)
 
 
@@ -219,3 +219,16 @@ def test_ids_that_are_no_rectangle_or_change():
     assert rule({"img_ids": ids}, {}) == [(1, 4, 6)]
     ids.copy_(tiny_models.image_ids(6, 4))
     assert rule({"img_ids": ids}, {}) == [(1, 6, 4)]
+
+
+def test_a_method_and_changes_to_it():
+    model, inputs, _ = wide_wan()
+    method = rainfusion.Method.recommended(sparsity=0.5, predictor="mean")
+    with rainfusion.enabled(model, method, min_tokens=0) as handle:
+        one = forward(model, inputs)
+    assert handle.settings.method == method
+    with rainfusion.enabled(model, method, min_tokens=0, predictor="submeans", compensate=None) as handle:
+        other = forward(model, inputs)
+    assert handle.settings.method == rainfusion.Method.recommended(sparsity=0.5)
+    assert torch.equal(one, _enabled(model, inputs, sparsity=0.5, predictor="mean"))
+    assert torch.equal(other, _enabled(model, inputs, sparsity=0.5)) and not torch.equal(one, other)

@@ -1,13 +1,15 @@
 """Processors: those that are shared, swapped, of another backend, or that do not dispatch."""
 
 import copy
+import inspect
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import rainfusion
 from helpers import tiny_models
-from helpers.enabling import attention_dispatch, forward, snapshot, wide_wan
+from helpers.enabling import WanAttnProcessor, attention_dispatch, forward, snapshot, wide_wan
 
 
 def test_what_was_there_is_the_dense_way(monkeypatch):
@@ -61,8 +63,6 @@ def test_layers_that_share_a_processor_share_its_backend(monkeypatch):
 
 
 def test_processors_that_are_swapped_are_found_again():
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
     model, inputs, expected = tiny_models.ALL["wan"]()
     handle = rainfusion.enable(model, min_tokens=0)
     model.blocks[0].attn1.set_processor(WanAttnProcessor())
@@ -124,3 +124,69 @@ def test_processors_lent_to_another_model_do_not_make_it_sparse():
     other.set_attn_processor(dict(one.attn_processors))
     assert torch.equal(forward(other, inputs), dense)
     assert handle.stats().sparse_calls == expected.calls
+
+
+class CallsTorch(WanAttnProcessor):
+    """As wrappers of other libraries do: it derives from one that dispatches, and does not."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        q, k, v = (layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+def test_a_processor_that_derives_from_one_that_dispatches_and_does_not():
+    model, inputs, _ = tiny_models.ALL["wan"]()
+    model.blocks[1].attn1.set_processor(CallsTorch())
+    with rainfusion.enabled(model, min_tokens=0) as handle:
+        forward(model, inputs)
+    assert handle.stats().calls == {"blocks.0.attn1": (1, 0), "blocks.1.attn1": (0, 1)}
+    assert handle.stats().reasons == {"CallsTorch does not go through diffusers' attention dispatch": 1}
+    rainfusion.enable(model, min_tokens=0, on_unsupported="error")
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn1 cannot be sparse: CallsTorch does not go"):
+        forward(model, inputs)
+
+
+def test_a_backend_chosen_while_enabled_is_kept():
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    with rainfusion.enabled(model, min_tokens=0) as handle:
+        model.set_attention_backend("_native_math")
+        forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+    chosen = {block.attn1.processor._attention_backend for block in model.blocks}
+    assert chosen == {attention_dispatch.AttentionBackendName._NATIVE_MATH}
+
+
+def test_processors_are_of_their_kind_while_enabled():
+    model, _, _ = tiny_models.ALL["wan"]()
+    with rainfusion.enabled(model):
+        processor = model.blocks[0].attn1.processor
+        assert isinstance(processor, WanAttnProcessor) and type(processor).__name__ == "WanAttnProcessor"
+        parameters = inspect.signature(processor.__call__).parameters
+        assert list(parameters) == list(inspect.signature(WanAttnProcessor().__call__).parameters)
+    assert type(processor) is WanAttnProcessor
+
+
+def test_a_function_as_a_processor():
+    """It cannot be made ours: dense, and counted; where torch's attention is called, the module is scoped instead."""
+    model, inputs, _ = tiny_models.ALL["wan"]()
+    processor = model.blocks[0].attn1.processor
+    model.blocks[0].attn1.processor = lambda *args, **kwargs: processor(*args, **kwargs)
+    with rainfusion.enabled(model, min_tokens=0) as handle:
+        forward(model, inputs)
+    assert handle.stats().reasons == {"<lambda> does not go through diffusers' attention dispatch": 1}
+    model, inputs, expected = tiny_models.ALL["cogvideox"]()
+    own = model.transformer_blocks[0].attn1.processor
+
+    def function(attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        return own(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    model.transformer_blocks[0].attn1.processor = function
+    before = snapshot_of_forward(model)
+    with rainfusion.enabled(model, min_tokens=0) as handle:
+        forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls and snapshot_of_forward(model) == before
+
+
+def snapshot_of_forward(model):
+    return {name: "forward" in vars(module) for name, module in model.named_modules()}

@@ -1,6 +1,7 @@
 """What users do: interrupts, replaced parts, old handles, timesteps, threads."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -128,3 +129,77 @@ def test_stats_print_as_a_table():
     handle.reset()
     assert handle.stats().sparse_calls == 0
     assert hasattr(model.blocks[0].attn1, LAYER) and "2 layers of WanTransformer3DModel" in repr(handle)
+
+
+def test_a_run_that_begins_at_another_timestep_is_a_new_run():
+    """A transformer alone: a timestep against the run's direction begins another one."""
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    handle = rainfusion.enable(model, min_tokens=0, start_step=1)
+    for timestep in (1000, 667, 333, 600, 300, 1000, 500):
+        forward(model, {**inputs, "timestep": torch.tensor([timestep])})
+    assert handle.stats().reasons == {"the first steps are dense (start_step)": 3 * expected.calls}
+    assert handle.stats().sparse_calls == 4 * expected.calls
+
+
+def test_timesteps_that_rise():
+    """Flow models may count from 0 to 1."""
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    handle = rainfusion.enable(model, min_tokens=0, start_step=1)
+    for timestep in (0.0, 0.3, 0.6, 0.1, 0.5):
+        forward(model, {**inputs, "timestep": torch.tensor([timestep])})
+    assert handle.stats().sparse_calls == 3 * expected.calls
+
+
+def test_training_is_dense():
+    """Reentrant checkpointing runs a block without gradients first: both passes must give the same."""
+    from torch.utils.checkpoint import checkpoint
+
+    def gradient(model):
+        model.zero_grad()
+        model(**inputs, return_dict=False)[0].square().sum().backward()
+        return model.blocks[0].attn1.to_q.weight.grad.clone()
+
+    model, inputs, expected = wide_wan()
+    model.train()
+    model.enable_gradient_checkpointing(lambda function, *args: checkpoint(function, *args, use_reentrant=True))
+    inputs["hidden_states"].requires_grad_()
+    usual = gradient(model)
+    handle = rainfusion.enable(model, min_tokens=0, sparsity=0.8)
+    assert torch.equal(gradient(model), usual)
+    assert handle.stats().sparse_calls == 0
+    assert next(iter(handle.stats().reasons)).startswith("the model is in training mode")
+    model.eval()
+    forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+@pytest.mark.parametrize("kind", ["extra", "anything", "wrapped"])
+def test_a_forward_that_was_replaced_on_the_instance(kind):
+    model, inputs, expected = tiny_models.ALL["wan"]()
+    original = model.forward
+
+    def extra(hidden_states, timestep, encoder_hidden_states, extra=None, **kwargs):
+        return original(hidden_states, timestep, encoder_hidden_states, **kwargs)
+
+    def anything(*args, extra=None, **kwargs):
+        return original(*args, **kwargs)
+
+    model.forward = functools.wraps(original)(anything) if kind == "wrapped" else locals()[kind]
+    handle = rainfusion.enable(model, min_tokens=0)
+    with torch.no_grad():
+        model(*inputs.values(), extra=1, return_dict=False)
+    assert handle.stats().sparse_calls == expected.calls and not handle.stats().reasons
+
+
+def test_a_subclass_whose_forward_takes_anything():
+    model, inputs, expected = tiny_models.ALL["z_image"]()
+
+    class Derived(type(model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Derived
+    handle = rainfusion.enable(model, min_tokens=0)
+    with torch.no_grad():
+        model(inputs.pop("x"), **inputs)
+    assert handle.stats().sparse_calls == expected.calls and not handle.stats().reasons

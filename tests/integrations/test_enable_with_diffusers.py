@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rainfusion
-from helpers import offline_pipelines, tiny_models
+from helpers import needs_diffusers, offline_pipelines, tiny_models
 from helpers.enabling import forward
 from helpers.offline_pipelines import PIPELINES, sample
 
@@ -91,3 +91,58 @@ def test_ip_adapter():
     assert set(stats.reasons) <= {"q and k have different lengths: not self-attention"}
     rainfusion.disable(model)
     assert "_attention_backend" not in vars(adapter)
+
+
+def broadcast():
+    """Pyramid attention broadcast that answers every second call of an attention module."""
+    return needs_diffusers().PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: 500,
+        spatial_attention_block_identifiers=("transformer_blocks.*attn1",),
+    )
+
+
+def faster_cache():
+    return needs_diffusers().FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: 500,
+        spatial_attention_block_identifiers=("transformer_blocks.*attn1",),
+        attention_weight_callback=lambda _: 0.5,
+        tensor_format="BFCHW",
+    )
+
+
+@pytest.mark.parametrize("cache", [broadcast, faster_cache])
+@pytest.mark.parametrize("first", ["cache", "enable"])
+@pytest.mark.parametrize("off_first", ["cache", "enable"])
+def test_caches_around_a_module_come_and_go(cache, first, off_first):
+    """Calls that a cache answers are nobody's to count, and what one takes off leaves the other alone."""
+    pipe = offline_pipelines.cogvideox()
+    inputs = PIPELINES["cogvideox"][1]
+    model = pipe.transformer
+    sample(pipe, inputs)
+    before = {name: "forward" in vars(module) for name, module in model.named_modules()}
+    if first == "cache":
+        model.enable_cache(cache())
+    handle = rainfusion.enable(pipe, min_tokens=0, on_unsupported="error")
+    if first == "enable":
+        model.enable_cache(cache())
+    sample(pipe, inputs)
+    assert 0 < handle.stats().sparse_calls < 8 and handle.stats().dense_calls == 0
+    handle.reset()
+    if off_first == "cache":
+        model.disable_cache()
+        sample(pipe, inputs)
+        assert handle.stats().sparse_calls == 8
+        rainfusion.disable(pipe)
+    else:
+        rainfusion.disable(pipe)
+        sample(pipe, inputs)
+        model.disable_cache()
+    sample(pipe, inputs)
+    assert handle.stats().dense_calls == 0
+    for name, module in model.named_modules():
+        if "forward" in vars(module) and not before[name]:  # diffusers leaves the class's own method there
+            assert module.forward.__func__ is type(module).forward
