@@ -147,7 +147,9 @@ class Decider:
         """
         found: Scene | Dense
         if training:
-            found = Dense.unsupported("the model is in training mode, and sparse attention is for inference: model.eval()")
+            found = Dense.unsupported(
+                "the model is in training mode, and sparse attention is for inference: model.eval()"
+            )
         else:
             found = Dense.unsupported(f"no grid: {scene}") if isinstance(scene, NoGrid) else scene
         self._forward = _Forward(found, self._why_step_is_dense(step, steps))

@@ -281,7 +281,9 @@ class _Names:
     def _find(self, model: nn.Module, own: Any) -> None:
         """The nearest signature without *args names the positional ones; defaults are the nearest of each name."""
         known = [_parameters(forward, bound=False) for forward in (own,) if forward is not None]
-        known += [_parameters(vars(kind)["forward"], bound=True) for kind in type(model).__mro__ if "forward" in vars(kind)]
+        known += [
+            _parameters(vars(kind)["forward"], bound=True) for kind in type(model).__mro__ if "forward" in vars(kind)
+        ]
         self._defaults = {
             parameter.name: parameter.default
             for parameters in reversed(known)

@@ -364,9 +364,7 @@ def _called(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    options = dict(
-        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     out = _from_torch(
         layer, lambda: F.scaled_dot_product_attention(query, key, value, **options), query, key, value, **options
     )
