@@ -15,6 +15,7 @@ from rainfusion.options import RECOMMENDED
 _DISTINCT_HEADS = 4  # heads that are made on the CPU; on a GPU the others are these with other noise, which is quick
 _NOISE = 0.1
 
+Strategy = Literal["rf_v2", "ada_bsa"]
 SparseType = Literal["rf_v2", "ada_bsa", "enable"]  # the last: rf_v2 with the options that `enable` has
 Precision = Literal["native", "fp8", "int8"]
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 from rainfusion import backends, checks
 from rainfusion.bench.architectures import MODELS, Model, Size
-from rainfusion.bench.inputs import SparseType
+from rainfusion.bench.inputs import SparseType, Strategy
 from rainfusion.bench.models import REPEATS
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 from rainfusion.cli import arguments, outputs
@@ -248,8 +248,8 @@ def _run_models(args: argparse.Namespace) -> int:
     chosen = _models(args.model)
     arguments.check_counts(args, "steps")
     _check_numbers(args)
-    sparse_types = _sparse_types(args)
-    if "enable" in sparse_types:
+    strategies: list[Strategy] = [name for name in _sparse_types(args) if name != "enable"]
+    if not strategies:
         raise ValueError("--sparse-type enable is for attention alone: models always have the options of enable")
     if args.from_csv is not None:
         _check_outputs(args)
@@ -263,7 +263,7 @@ def _run_models(args: argparse.Namespace) -> int:
             device,
             arguments.dtype(args.dtype, device),
             layers=args.layers,
-            sparse_types=sparse_types,
+            sparse_types=strategies,
             sparsity=args.sparsity,
             precisions=list(dict.fromkeys(args.precision)),
             backend=args.backend,
