@@ -145,7 +145,7 @@ class Method:
         base = {"sparse_type": "rf_v2", "sparsity": None, **RECOMMENDED}
         if changes.get("sparse_type") == "ada_bsa":
             base["compensate"] = False
-        return cls(**{**base, **changes})  # type: ignore[arg-type] # lists become tuples in __post_init__
+        return cls.known(**{**base, **changes})
 
     @classmethod
     def known(cls, **options: Any) -> Method:

@@ -33,7 +33,7 @@ def test_tune_prints_the_best_tile_as_a_line_of_the_table(tune):
         tune.Trial(64, "fp32", tune.Tile(64, 32, 8, 2), None, "took more than 90 s"),
     ]
     text = tune.report(trials, (9, 0))
-    assert text.endswith("rainfusion/kernels/tuning.py:\n    ((9, 0), 128, 2, Tile(128, 64, 4, 3)),")
+    assert text.endswith("rainfusion/backends/triton/kernels/tuning.py:\n    ((9, 0), 128, 2, Tile(128, 64, 4, 3)),")
     assert "2 of 3 ran" in text and "out of shared memory" in text and "took more than 90 s" in text
     assert tune.report(trials, "hip").endswith("    (128, 2, Tile(128, 64, 4, 3)),")
 

@@ -25,6 +25,23 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     assert "needs matplotlib: pip install matplotlib" in refused(capsys, "bench --plot speed.png")
 
 
+def test_too_little_memory_is_a_sentence(capsys):
+    side = "100000"  # petabytes, which no address space has
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["inspect", "--latent-shape", side, side, side])
+    assert caught.value.code == 1
+    assert "inspect: out of memory; choose a smaller size or fewer heads: " in capsys.readouterr().err
+
+
+def test_other_errors_of_torch_are_not_hidden(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("an illegal instruction")
+
+    monkeypatch.setattr(inspection, "run", fail)
+    with pytest.raises(RuntimeError, match="an illegal instruction"):
+        cli.main(["inspect"])
+
+
 def interrupt(*args, **kwargs):
     raise KeyboardInterrupt
 

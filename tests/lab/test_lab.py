@@ -245,7 +245,7 @@ def test_the_sparse_attention_is_the_library_s_own():
     wanted = rainfusion.sparse_attention(q, q, q, **{**video, "token_order": "window", **KEYS})
     assert torch.equal(model.sparse(profile=profile)(q, q, q, place), wanted)
     plain = rainfusion.sparse_attention(q, q, q, sparse_type="ada_bsa", sparsity=0.6)
-    assert torch.equal(model.sparse(0.6, sparse_type="ada_bsa", txt_len=0, latent_shape_q=None)(q, q, q, place), plain)
+    assert torch.equal(model.sparse(0.6, sparse_type="ada_bsa")(q, q, q, place), plain)
 
 
 def test_a_clip_does_not_depend_on_its_batch_and_guidance_one_is_the_prompt_alone():

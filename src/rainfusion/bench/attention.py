@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ def measure(
     tell("check")
     (out, mask), peak = peak_memory(lambda: rainfusion.sparse_attention(q, k, v, **kwargs, return_mask=True), device)
     error_to_dense = float((out.double() - exact.double()).norm() / exact.double().norm())
-    verdict = verify(q, k, v, out, mask, layout)
+    verdict = verify(q, k, v, out, mask, layout, compensate=kwargs.get("compensate", False))
     del out, exact
     tell("timing")
     dense_ms, sparse_ms = _medians([dense, sparse], repeats, device)
@@ -128,9 +128,10 @@ def measure(
 
 
 def _layout(shape: Shape, sparse_type: SparseType) -> TokenLayout:
-    if sparse_type != "rf_v2":
+    if sparse_type == "ada_bsa":
         return TokenLayout.build(shape.seq_len)
-    return TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len)
+    first_frame: Literal["protected", "free"] = "free" if sparse_type == "enable" else "protected"
+    return TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len, first_frame=first_frame)
 
 
 def _medians(calls: list[Callable[[], Tensor]], repeats: int, device: torch.device) -> list[float]:

@@ -246,7 +246,14 @@ class _Contest:
                 tflop=kept_tflop(mask, self.shape.head_dim),
                 peak_mb=None if name.endswith("graph") else peak,
                 error_to_dense=self._error_to_dense(out),
-                verdict=self._verify(out, mask, self.layout, None if precision == "native" else QUANTISED_ERROR, 1.5),
+                verdict=self._verify(
+                    out,
+                    mask,
+                    self.layout,
+                    None if precision == "native" else QUANTISED_ERROR,
+                    1.5,
+                    self.kwargs.get("compensate", False),
+                ),
             )
         )
 
@@ -308,9 +315,17 @@ class _Contest:
         return out, max(0, peak - out.numel() * out.element_size()) / 2**20
 
     def _verify(
-        self, out: Tensor, mask: BlockMask, layout: TokenLayout, allowed: float | None, slack: float
+        self,
+        out: Tensor,
+        mask: BlockMask,
+        layout: TokenLayout,
+        allowed: float | None,
+        slack: float,
+        compensate: bool = False,
     ) -> Verdict:
-        return verify(*self.sets[0], out, mask, layout, _CHECKED_ROWS, allowed=allowed, slack=slack)
+        return verify(
+            *self.sets[0], out, mask, layout, _CHECKED_ROWS, allowed=allowed, slack=slack, compensate=compensate
+        )
 
     def _error_to_dense(self, out: Tensor) -> float:
         assert self.reference is not None

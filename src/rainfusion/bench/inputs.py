@@ -10,11 +10,13 @@ from torch import Tensor
 
 from rainfusion.bench import synthetic
 from rainfusion.bench.shapes import Shape
+from rainfusion.options import RECOMMENDED
 
 _DISTINCT_HEADS = 4  # heads that are made on the CPU; on a GPU the others are these with other noise, which is quick
 _NOISE = 0.1
 
-SparseType = Literal["rf_v2", "ada_bsa"]
+Strategy = Literal["rf_v2", "ada_bsa"]
+SparseType = Literal["rf_v2", "ada_bsa", "enable"]  # the last: rf_v2 with the options that `enable` has
 Precision = Literal["native", "fp8", "int8"]
 
 
@@ -55,6 +57,8 @@ def _spread(x: Tensor, batch: int, heads: int, generator: torch.Generator) -> Te
 
 def call_arguments(shape: Shape, sparse_type: SparseType, sparsity: float) -> dict[str, Any]:
     """Keywords of `sparse_attention` for a shape, beside the tensors."""
+    if sparse_type == "enable":
+        return {**call_arguments(shape, "rf_v2", sparsity), **RECOMMENDED}
     arguments: dict[str, Any] = dict(sparse_type=sparse_type, sparsity=sparsity)
     if sparse_type == "rf_v2":
         latent = None if shape.latent_shape is None else list(shape.latent_shape)

@@ -30,7 +30,7 @@ from rainfusion.bench import results, timing
 from rainfusion.bench.architectures import MODELS, Model, Size, build
 from rainfusion.bench.baselines import first_line
 from rainfusion.bench.contest import device_name, versions
-from rainfusion.bench.inputs import Precision, SparseType
+from rainfusion.bench.inputs import Precision, Strategy
 from rainfusion.bench.results import form
 from rainfusion.progress import Progress
 from rainfusion.table import table
@@ -213,7 +213,7 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     layers: int | None = None  # None stands for all
-    sparse_types: Sequence[SparseType] = ("rf_v2",)
+    sparse_types: Sequence[Strategy] = ("rf_v2",)
     precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
     sparsity: float | None = None  # None stands for the model's own
@@ -309,7 +309,7 @@ class _Measurement:
         share = self.attention_ms / ran.time.ms if self.attention_calls else None
         self._add(ran, attention="dense", density=1.0, dense_calls=self.attention_calls, attention_share=share)
 
-    def run_sparse(self, sparse_type: SparseType, precision: Precision) -> None:
+    def run_sparse(self, sparse_type: Strategy, precision: Precision) -> None:
         """Times sparse forwards and adds their row. Steps and lengths that `enable` leaves dense are sparse here."""
         sparsity = self.job.model.sparsity if self.job.sparsity is None else self.job.sparsity
         with rainfusion.enabled(

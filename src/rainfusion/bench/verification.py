@@ -38,6 +38,7 @@ def verify(
     *,
     allowed: float | None = None,
     slack: float = 1.5,
+    compensate: bool = False,
 ) -> Verdict:
     """Computes `rows` blocks of rows again in float64, over the blocks that the mask keeps, and compares.
 
@@ -67,11 +68,16 @@ def verify(
         positions = (blocks[:, None] * k_size + torch.arange(k_size, device=q.device)).flatten()
         keys = layout.order[positions[positions < layout.seq_len]]
         part = (q[b, h, queries], k[b, h // shared, keys], v[b, h // shared, keys])
-        exact.append(_attention_in_float64(*part))
+        stand_ins = None
+        if compensate:
+            skipped = mask.indices[b, h, row, int(mask.counts[b, h, row]) :].tolist()
+            stand_ins = _stand_ins(k[b, h // shared], v[b, h // shared], layout, skipped, k_size)
+        exact.append(_attention_in_float64(*part, stand_ins))
         ours.append(out[b, h, queries].cpu().double())
         if allowed is None:
             query, key, value = (x[None, None] for x in part)
-            torchs.append(F.scaled_dot_product_attention(query, key, value)[0, 0].cpu().double())
+            lost = F.scaled_dot_product_attention(query, key, value)[0, 0].cpu().double()
+            torchs.append(lost - _attention_in_float64(*part) + exact[-1])
     if allowed is not None:
         return Verdict(_distance(ours, exact), allowed)
     # Rounding the output once is always allowed; in fp32 and fp64 more, for sums of many terms in another order.
@@ -79,12 +85,29 @@ def verify(
     return Verdict(_distance(ours, exact), slack * max(_distance(torchs, exact), floor))
 
 
-def _attention_in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention_in_float64(
+    q: Tensor, k: Tensor, v: Tensor, stand_ins: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """Of some queries over some keys and, with `stand_ins`, over the means of skipped blocks as often as they count."""
     if q.device.type != "cuda":  # not every device has float64
         q, k, v = q.cpu(), k.cpu(), v.cpu()
     q, k, v = q.double(), k.double(), v.double()
-    logits: Tensor = q @ k.T * q.shape[-1] ** -0.5
+    number = torch.ones(len(k), dtype=torch.float64, device=q.device)
+    if stand_ins is not None:
+        means = [x.to(q.device) for x in stand_ins]
+        k, v, number = torch.cat([k, means[0]]), torch.cat([v, means[1]]), torch.cat([number, means[2]])
+    logits: Tensor = q @ k.T * q.shape[-1] ** -0.5 + number.log()
     return (logits.softmax(-1) @ v).cpu()
+
+
+def _stand_ins(
+    k: Tensor, v: Tensor, layout: TokenLayout, blocks: list[int], size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float64 [n, D], [n, D], [n]: mean key and value of each block [S, D], and how many tokens it has."""
+    tokens = [layout.order[block * size : (block + 1) * size] for block in blocks]
+    empty = torch.zeros(0, k.shape[-1], dtype=torch.float64)
+    means = [torch.stack([x[which].cpu().double().mean(0) for which in tokens]) if tokens else empty for x in (k, v)]
+    return means[0], means[1], torch.tensor([float(len(which)) for which in tokens], dtype=torch.float64)
 
 
 def _distance(ours: list[Tensor], exact: list[Tensor]) -> float:

@@ -20,7 +20,8 @@ _PACKAGES = {"PIL": "pillow"}  # module -> the package to install for it, where 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    0 is success, 1 a result that was found wrong, 2 a wrong argument, and 130 an interrupt from the keyboard.
+    0 is success, 1 a result that was found wrong or too little memory, 2 a wrong argument, and 130 an interrupt from
+    the keyboard.
     """
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -34,9 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, TypeError, OSError) as error:
         parser.exit(2, f"rainfusion {args.command}: {error}\n")
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "Python has no more"
+        parser.exit(1, f"rainfusion {args.command}: out of memory; choose a smaller size or fewer heads: {reason}\n")
     except KeyboardInterrupt:
         print(f"\nrainfusion {args.command}: interrupted; {args.interrupted(args)}", file=sys.stderr, flush=True)
         return 130
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """On a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def build_parser() -> argparse.ArgumentParser:

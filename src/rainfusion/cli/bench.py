@@ -9,7 +9,7 @@ from typing import get_args
 
 from rainfusion import backends, checks
 from rainfusion.bench.architectures import MODELS, Model, Size
-from rainfusion.bench.inputs import SparseType
+from rainfusion.bench.inputs import SparseType, Strategy
 from rainfusion.bench.models import REPEATS
 from rainfusion.bench.shapes import SHAPES, SWEEP_SPARSITIES, Shape, token_sweep
 from rainfusion.cli import arguments, outputs
@@ -96,7 +96,11 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--head-dim", type=int, default=128, help="of it, or of --sweep tokens (default: 128)")
     what.add_argument("--batch", type=int, help="instead of the shape's own (default for your own: 1)")
     what.add_argument("--heads", type=int, help="instead of the shape's own number (default for your own: 4)")
-    what.add_argument("--sparse-type", default="rf_v2", help="rf_v2, ada_bsa, or both with a comma (default: rf_v2)")
+    what.add_argument(
+        "--sparse-type",
+        default="rf_v2",
+        help="rf_v2, ada_bsa, enable (rf_v2 with its options); several with commas (default: rf_v2)",
+    )
     what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's or model's own)")
     what.add_argument("--precision", nargs="+", default=["native"], choices=PRECISIONS, help="default: native")
     what.add_argument("--dtype", choices=arguments.DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
@@ -244,7 +248,9 @@ def _run_models(args: argparse.Namespace) -> int:
     chosen = _models(args.model)
     arguments.check_counts(args, "steps")
     _check_numbers(args)
-    sparse_types = _sparse_types(args)
+    strategies: list[Strategy] = [name for name in _sparse_types(args) if name != "enable"]
+    if not strategies:
+        raise ValueError("--sparse-type enable is for attention alone: models always have the options of enable")
     if args.from_csv is not None:
         _check_outputs(args)
         return models.show(args.from_csv, [model.name for model in chosen], steps=args.steps, as_json=args.json)
@@ -257,7 +263,7 @@ def _run_models(args: argparse.Namespace) -> int:
             device,
             arguments.dtype(args.dtype, device),
             layers=args.layers,
-            sparse_types=sparse_types,
+            sparse_types=strategies,
             sparsity=args.sparsity,
             precisions=list(dict.fromkeys(args.precision)),
             backend=args.backend,
