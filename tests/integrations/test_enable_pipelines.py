@@ -40,7 +40,7 @@ def test_two_experts_share_the_steps():
     sample(pipe, PIPELINES["wan"][1])
     stats = handle.stats()
     by_expert = {
-        name: sum(sparse for layer, (sparse, _) in stats.decider.items() if layer.startswith(f"{name}."))
+        name: sum(sparse for layer, (sparse, _) in stats.calls.items() if layer.startswith(f"{name}."))
         for name in ("transformer", "transformer_2")
     }
     assert sum(by_expert.values()) == 2 * 2 * 2  # two steps, two forwards, two layers

@@ -277,8 +277,8 @@ def test_no_warning_where_the_reference_would_not_quantise(call, not_warned):
 def test_with_kernels_quantised_calls_are_quantised(theirs, ours, sparse_type, handed_over, monkeypatch, not_warned):
     asked = []
 
-    def why_not(name, q, k, v, mask, options):
-        asked.append((q.shape[1], options.precision))
+    def why_not(name, call, shapes):
+        asked.append((shapes.q[1], call.method.precision))
         return None if name == "hopper" else "has no kernels"
 
     monkeypatch.setattr(backends, "why_not", why_not)
@@ -292,8 +292,8 @@ def test_with_kernels_quantised_calls_are_quantised(theirs, ours, sparse_type, h
 
 
 def test_a_block_size_without_quantised_kernels_runs_natively(handed_over, monkeypatch, not_warned):
-    def why_not(name, q, k, v, mask, options):
-        return None if options.block_size == 128 else "takes blocks of 128 tokens"
+    def why_not(name, call, shapes):
+        return None if call.method.block_size == 128 else "takes blocks of 128 tokens"
 
     monkeypatch.setattr(backends, "why_not", why_not)
     with pytest.warns(UserWarning, match="takes blocks of 128 tokens"):
@@ -388,10 +388,11 @@ def test_uninstalled_it_is_gone():
 
 def test_uninstalling_leaves_what_others_put_there(installed, monkeypatch):
     theirs = types.ModuleType("mindiesd.layers")
-    monkeypatch.setitem(sys.modules, "mindiesd.layers", theirs)
-    monkeypatch.setitem(sys.modules, "mindiesd.extra", theirs)
-    stand_in.uninstall()
-    assert mindiesd_modules() == {"mindiesd.layers": theirs, "mindiesd.extra": theirs}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mindiesd.layers", theirs)
+        patch.setitem(sys.modules, "mindiesd.extra", theirs)
+        stand_in.uninstall()
+        assert mindiesd_modules() == {"mindiesd.layers": theirs, "mindiesd.extra": theirs}
 
 
 @pytest.mark.parametrize("imported", [False, True])

@@ -29,12 +29,8 @@ from rainfusion.options import InputLayout, Method, Precision, SparseType
 __all__ = ["install", "sparse_attention", "uninstall"]
 
 REFERENCE_VERSION = "3.1"  # of the MindIE-SD whose signature this is
-PRECISIONS: dict[str, Precision] = {
-    "bf16": "native",
-    "mix": "int8",
-    "fp8": "fp8",
-    "mxfp4": "fp8",
-}  # fp8 is the nearest to mxfp4, and finer
+# fp8 is the nearest to mxfp4, and finer
+PRECISIONS: dict[str, Precision] = {"bf16": "native", "mix": "int8", "fp8": "fp8", "mxfp4": "fp8"}
 QUANTISED_TYPES = ("rf_v2", "rf_v3")  # the reference reads `precision` with no other
 
 # where code finds sparse_attention, parents first
