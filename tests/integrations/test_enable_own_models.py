@@ -1,11 +1,16 @@
 """Models of one's own: `register_model`."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import rainfusion
+from helpers import needs_diffusers
 from rainfusion.integrations.diffusers import models
+
+needs_diffusers()
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def test_register_model():
         others="after",
         call="sdpa",
     )
-    model, tokens = OwnModel().eval(), torch.randn(1, 3 * 16 * 24 + 30, 16)
+    model, tokens = OwnModel(), torch.randn(1, 3 * 16 * 24 + 30, 16)
     with torch.no_grad():
         dense = model(tokens, (3, 16, 24))
         with rainfusion.enabled(model, sparsity=0.5, min_tokens=0) as handle:
@@ -72,7 +77,7 @@ def test_wrong_rows(kwargs, error, message):
 @pytest.mark.parametrize("found", [(2, 4, 6), None, [(2, 4)], [(2.5, 4, 6)], [(0, 4, 6)]])
 def test_a_grid_function_that_returns_something_else(found):
     rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: found, call="sdpa", unless="nothing")
-    model = OwnModel().eval()
+    model = OwnModel()
     rainfusion.enable(model)
     with torch.no_grad(), pytest.raises(ValueError, match=r"grid function must return \[\(t, h, w\), \.\.\.\], got"):
         model(torch.randn(1, 48, 16), (2, 4, 6))
@@ -81,8 +86,55 @@ def test_a_grid_function_that_returns_something_else(found):
 @pytest.mark.usefixtures("rows")
 def test_unless_takes_one_name():
     rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: [(2, 4, 6)], call="sdpa", unless="size")
-    model = OwnModel().eval()
+    model = OwnModel()
     handle = rainfusion.enable(model, min_tokens=0)
     with torch.no_grad():
         model(torch.randn(1, 48, 16), (2, 4, 6))
     assert list(handle.stats().reasons) == ["no grid: with size the tokens lie in another order"]
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_forward_that_somebody_puts_back_is_scoped_again():
+    """A module without a processor has our scope in its `forward`: others wrap it, and put back what they found."""
+    rainfusion.register_model(OwnModel, attention=["blocks.*"], grid=lambda given, _: [given["size"]], call="sdpa")
+    model, tokens = OwnModel(), torch.randn(1, 2 * 16 * 24, 16)
+    attention = model.blocks[0]
+    found = attention.forward
+    attention.forward = functools.wraps(found)(lambda *args: found(*args))
+    handle = rainfusion.enable(model, min_tokens=0)
+    with torch.no_grad():
+        model(tokens, (2, 16, 24))
+        attention.forward = found  # as a cache does that is taken off
+        model(tokens, (2, 16, 24))
+        outer = attention.forward
+        attention.forward = functools.wraps(outer)(lambda *args: outer(*args))
+        wrapped = attention.forward
+        model(tokens, (2, 16, 24))
+    assert attention.forward is wrapped  # it leads to us, and stays
+    assert handle.stats().calls["blocks.0"] == (3, 0)
+    attention.forward = outer
+    rainfusion.disable(model)
+    assert attention.forward == found
+
+
+@pytest.mark.usefixtures("rows")
+def test_hooks_of_diffusers_around_a_module_without_a_processor():
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    rainfusion.register_model(OwnModel, attention=["blocks.*"], grid=lambda given, _: [given["size"]], call="sdpa")
+    model = OwnModel()
+    rainfusion.enable(model, min_tokens=0)
+    registry = HookRegistry.check_if_exists_or_initialize(model.blocks[0])
+    registry.register_hook(ModelHook(), "other")
+    rainfusion.disable(model)
+    registry.remove_hook("other")
+    assert model.blocks[0].forward.__func__ is OwnAttention.forward
+
+
+@pytest.mark.usefixtures("rows")
+def test_behind_is_an_old_word_for_after():
+    with pytest.warns(
+        DeprecationWarning, match="others='behind' of register_model is deprecated .* use others='after'"
+    ):
+        rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: [(2, 4, 6)], others="behind")
+    assert models.MODELS["OwnModel"].others == "after"
