@@ -263,3 +263,19 @@ def test_no_host_is_imported():
         assert not hosts, hosts
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_clips_with_tokens_between_them():
+    scene = Scene.of_clips([(5, 1, 16, 24), (5 + 384 + 7, 2, 16, 24)])
+    placed = scene.place(5 + 384 + 7 + 768 + 9)
+    assert str(placed) == "grid 1x16x24 and 2x16x24, 5 tokens before, 7 tokens between, 9 tokens after"
+    assert placed.geometry.clips == ((5, 1, 16, 24), (396, 2, 16, 24))
+    assert scene.place(5 + 384 + 7 + 767) is None
+    one, tensors = decider(sparsity=0.5), qkv(1173)
+    one.begin(scene)
+    out = one.attend(0, *tensors, None, pytest.fail)
+    spans = [dict(start=5, latent_shape=(1, 16, 24)), dict(start=396, latent_shape=(2, 16, 24))]
+    method = rainfusion.Method.recommended(sparsity=0.5)
+    assert torch.equal(out, rainfusion.sparse_attention(*tensors, video_spans=spans, method=method))
+    touching = Scene.of_clips([(0, 1, 2, 3), (6, 1, 2, 3)])
+    assert touching == Scene(((1, 2, 3), (1, 2, 3))) and touching.place(12).geometry.clips[1][0] == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from rainfusion.checks import Grid
@@ -15,15 +16,28 @@ class NoGrid(Exception):
 
 
 class Scene(NamedTuple):
-    """The clips of a forward, one after the other, and the tokens around them.
+    """The clips of a forward in their order, and the tokens around them.
 
     >>> Scene(((3, 4, 6),), before=None).place(80)  # 8 tokens of text before a video of 72
-    Placed(grids=((3, 4, 6),), before=8, after=0)
+    Placed(grids=((3, 4, 6),), before=8, after=0, gaps=())
     """
 
     grids: tuple[Grid, ...]  # (t, h, w) of each clip
     before: int | None = 0  # tokens before the first clip. None: all that are no clip's
     alone: bool = False  # the sequence holds nothing but clips
+    gaps: tuple[int, ...] = ()  # tokens between each clip and the next; none: they follow each other
+
+    @classmethod
+    def of_clips(cls, clips: Sequence[Clip]) -> Scene:
+        """From clips (start, t, h, w) that lie anywhere in the sequence, in order.
+
+        >>> Scene.of_clips([(5, 1, 4, 6), (31, 2, 4, 6)])
+        Scene(grids=((1, 4, 6), (2, 4, 6)), before=5, alone=False, gaps=(2,))
+        """
+        ends = [start + math.prod(grid) for start, *grid in clips]
+        gaps = tuple(clip[0] - end for end, clip in zip(ends, clips[1:], strict=False))
+        grids = tuple((t, h, w) for _, t, h, w in clips)
+        return cls(grids, clips[0][0], gaps=gaps if any(gaps) else ())
 
     @property
     def tokens(self) -> int:
@@ -31,11 +45,11 @@ class Scene(NamedTuple):
 
     def place(self, length: int) -> Placed | None:
         """In a sequence of this length; None if it does not fit."""
-        others = length - self.tokens
+        others = length - self.tokens - sum(self.gaps)
         before = others if self.before is None else self.before
         if others < 0 or others < before or (self.alone and others != 0):
             return None
-        return Placed(self.grids, before, others - before)
+        return Placed(self.grids, before, others - before, self.gaps)
 
     def __str__(self) -> str:
         return in_words(self.grids)
@@ -51,11 +65,12 @@ class Placed(NamedTuple):
     grids: tuple[Grid, ...]
     before: int
     after: int
+    gaps: tuple[int, ...] = ()  # tokens between each clip and the next
 
     def __str__(self) -> str:
-        before = f", {self.before} tokens before" if self.before else ""
-        after = f", {self.after} tokens after" if self.after else ""
-        return f"grid {in_words(self.grids)}{before}{after}"
+        around = (("before", self.before), ("between", sum(self.gaps)), ("after", self.after))
+        words = [f"{count} tokens {where}" for where, count in around if count]
+        return ", ".join([f"grid {in_words(self.grids)}", *words])
 
     @property
     def frames(self) -> int:
@@ -69,7 +84,7 @@ class Placed(NamedTuple):
             return Geometry(self.before, self.grids[0], self.grids[0])
         clips: list[Clip] = []
         start = self.before
-        for grid in self.grids:
+        for grid, gap in zip_longest(self.grids, self.gaps, fillvalue=0):
             clips.append((start, *grid))
-            start += math.prod(grid)
+            start += math.prod(grid) + gap
         return Geometry(clips=tuple(clips))
