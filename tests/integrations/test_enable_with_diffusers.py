@@ -146,3 +146,14 @@ def test_caches_around_a_module_come_and_go(cache, first, off_first):
     for name, module in model.named_modules():
         if "forward" in vars(module) and not before[name]:  # diffusers leaves the class's own method there
             assert module.forward.__func__ is type(module).forward
+
+
+def test_layer_skipping_finds_what_a_processor_does():
+    """diffusers looks it up by the processor's class."""
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    model, _, _ = tiny_models.ALL["qwen"]()
+    rainfusion.enable(model, min_tokens=0)
+    config = LayerSkipConfig([1], "transformer_blocks", skip_attention=True, skip_ff=False, skip_attention_scores=False)
+    apply_layer_skip(model, config)
+    assert hasattr(model.transformer_blocks[1].attn, "_diffusers_hook")

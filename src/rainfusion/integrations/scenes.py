@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 from rainfusion.checks import Grid
@@ -84,7 +83,7 @@ class Placed(NamedTuple):
             return Geometry(self.before, self.grids[0], self.grids[0])
         clips: list[Clip] = []
         start = self.before
-        for grid, gap in zip_longest(self.grids, self.gaps, fillvalue=0):
+        for grid, gap in zip(self.grids, (*self.gaps, *[0] * len(self.grids)), strict=False):
             clips.append((start, *grid))
             start += math.prod(grid) + gap
         return Geometry(clips=tuple(clips))

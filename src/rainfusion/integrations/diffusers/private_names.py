@@ -77,6 +77,15 @@ def active_backend() -> str:
     return str(dispatch_module()._AttentionBackendRegistry._active_backend.value)
 
 
+def register_like(kind: type, derived: type) -> None:
+    """What diffusers knows of a processor by its class (layer skipping asks for it) holds for a derived one, too."""
+    try:
+        registry = import_module("diffusers.hooks._helpers").AttentionProcessorRegistry
+        registry.register(derived, registry.get(kind))
+    except (ImportError, AttributeError, ValueError):  # a diffusers without it, or a class that it does not know
+        return
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # context parallelism
 

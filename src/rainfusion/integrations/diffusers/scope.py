@@ -117,6 +117,7 @@ def scoped(kind: type, arrival: Arrival) -> type:
         members[BACKEND] = property(lambda self: ours, _set_backend, _delete_backend)
     made = type(kind)(kind.__name__, (kind,), members)
     made.__qualname__ = kind.__qualname__
+    private_names.register_like(kind, made)
     return made
 
 
