@@ -1,5 +1,9 @@
 """rainfusion: block-sparse attention for video and image Diffusion Transformers, on every torch device."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from rainfusion.api import block_sparse_attention, explain, predict_mask, sparse_attention
 from rainfusion.blockmask import BlockMask
 from rainfusion.integrations.diffusers import Handle, calibrate, disable, enable, enabled, register_model
@@ -29,3 +33,13 @@ __all__ = [
     "register_model",
     "sparse_attention",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """`rainfusion.plugin` was there without being imported: an old name, which warns when it is used."""
+        if name == "plugin":
+            from importlib import import_module
+
+            return import_module("rainfusion.plugin")
+        raise AttributeError(f"module 'rainfusion' has no attribute {name!r}")

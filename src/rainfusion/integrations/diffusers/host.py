@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rainfusion.integrations.decider import Decider, Dense, Observer
+from rainfusion.integrations.decider import Decider, Observer
 from rainfusion.integrations.diffusers import private_names, scope, shards
 from rainfusion.integrations.diffusers.attaching import Attachment, layer_names
 from rainfusion.integrations.diffusers.models import Model

@@ -83,35 +83,31 @@ def active_backend() -> str:
 
 def context_parallelism(config: Any) -> Any | None:
     """diffusers' own ContextParallelConfig in what a model or a processor has as its parallel config."""
-    types = _parallel_types()
-    found = config.context_parallel_config if types and isinstance(config, types[0]) else None
-    return found if types and isinstance(found, types[1]) else None
+    return None if is_foreign(config) else getattr(config, "context_parallel_config", None)
 
 
 def is_foreign(config: Any) -> bool:
     """Whether a model is spread over processes by somebody else than diffusers."""
     if config is None:
         return False
-    types = _parallel_types()
-    if not types or not isinstance(config, types[0]):
-        return True
-    found = config.context_parallel_config
-    return found is not None and not isinstance(found, types[1])
+    whole, context = _parallel_types()
+    found = getattr(config, "context_parallel_config", None)
+    return not isinstance(config, whole) or (found is not None and not isinstance(found, context))
 
 
 def is_tensor_parallel(config: Any) -> bool:
-    types = _parallel_types()
-    return bool(types) and isinstance(config, types[0]) and getattr(config, "tensor_parallel_config", None) is not None
+    """Whether diffusers shares out the heads of every layer, and each process has all tokens."""
+    return not is_foreign(config) and getattr(config, "tensor_parallel_config", None) is not None
 
 
 @lru_cache(maxsize=1)
-def _parallel_types() -> tuple[type, type] | None:
+def _parallel_types() -> tuple[tuple[type, ...], tuple[type, ...]]:
     """ParallelConfig and ContextParallelConfig, where this diffusers has them."""
     try:
         module = import_module("diffusers.models._modeling_parallel")
-        return module.ParallelConfig, module.ContextParallelConfig
+        return (module.ParallelConfig,), (module.ContextParallelConfig,)
     except (ImportError, AttributeError):
-        return None
+        return (), ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, wraps
 from types import MethodType
 from typing import Any, Literal, Protocol
 
@@ -102,11 +102,12 @@ def _run(layer: Tensor | None, through_torch: bool, forward: Callable[..., Any],
 # processors
 
 
-@lru_cache(maxsize=None)
+@cache
 def scoped(kind: type, arrival: Arrival) -> type:
     """The class of a processor while its model is enabled; always the same one, so that compiled code stays valid."""
     through_torch = arrival == "sdpa"
 
+    @wraps(kind.__call__)  # diffusers reads its signature, and drops what is not in it
     def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(getattr(attn, LAYER, None), through_torch, kind.__call__, (self, attn, *args), kwargs)
 
@@ -130,7 +131,8 @@ def _delete_backend(processor: Any) -> None:
 
 def unscoped(kind: type) -> type:
     """The class that a processor has without us."""
-    return vars(kind).get("_rainfusion_scoped", kind)
+    original: type = vars(kind).get("_rainfusion_scoped", kind)
+    return original
 
 
 def put_on(processor: Any, arrival: Arrival) -> bool:
@@ -310,6 +312,8 @@ class _TorchAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # compilers know the method, and not the function that it is made of
+            return args[0].unflatten(*args[1:], **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -364,11 +368,13 @@ def _called(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    out = _from_torch(
-        layer, lambda: F.scaled_dot_product_attention(query, key, value, **options), query, key, value, **options
-    )
-    return out.contiguous()
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _from_torch(layer, dense, *call).contiguous()
 
 
 @_called.register_fake

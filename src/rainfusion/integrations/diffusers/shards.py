@@ -77,7 +77,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, length: int) -> Inputs:
     """Tensors of the shapes that the whole sequence has, without values."""
     if {x.shape[2] for x in (q, k, v)} != {q.shape[2]} or v.shape != k.shape:
         raise Dense.unsupported(f"q, k and v have the shapes {[list(x.shape) for x in (q, k, v)]}: not self-attention")
-    return Inputs(*(x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v)))
+    all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))
+    return Inputs(all_q, all_k, all_v)
 
 
 def _streams(local: int, scene: Scene, row: Model, config: Any) -> Streams:

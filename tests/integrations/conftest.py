@@ -1,0 +1,40 @@
+"""One thread, diffusers' active backend put back, and a look at sparse calls."""
+
+import sys
+
+import pytest
+import torch
+
+from rainfusion.integrations import decider
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def native_backend():
+    """`set_attention_backend` of a model sets that of the process, too."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    active = dispatch and dispatch._AttentionBackendRegistry._active_backend
+    yield
+    if dispatch:
+        dispatch._AttentionBackendRegistry.set_active_backend(active)
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Where each sparse call had its clips."""
+    seen = []
+    run = decider.run
+
+    def recorded(tally, layer, inputs, way):
+        seen.append(way.placed)
+        return run(tally, layer, inputs, way)
+
+    monkeypatch.setattr(decider, "run", recorded)
+    return seen
