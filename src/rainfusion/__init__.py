@@ -13,7 +13,7 @@ from rainfusion.layout import TokenLayout
 from rainfusion.options import Method
 from rainfusion.profiles import Profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockMask",

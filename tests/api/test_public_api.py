@@ -3,18 +3,25 @@
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import rainfusion
 from helpers import ROOT
 from helpers.gpu import USUAL
+from rainfusion import distributed
+from rainfusion.options import RECOMMENDED
 
 
 def test_public_names():
     assert sorted(rainfusion.__all__) == [
         "BlockMask",
+        "Handle",
+        "Method",
+        "NoGrid",
         "Profile",
+        "Stats",
         "TokenLayout",
         "block_sparse_attention",
         "calibrate",
@@ -42,8 +49,8 @@ def test_signature_of_sparse_attention():
         attn_mask=None, scale=None, is_causal=False, head_num=None, input_layout="BNSD", inner_precise=0,
         sparse_type=None, txt_len=0, block_size=128, latent_shape_q=None, latent_shape_k=None, keep_sink=True,
         keep_recent=True, cdf_threshold=1.0, sparsity=0.0, video_spans=None, precision="native", token_order="window",
-        predictor="mean", compensate=False, first_frame="protected", exact_budget=False, target_error=None, mask=None,
-        backend="auto", return_lse=False, return_mask=False,
+        predictor="mean", compensate=False, first_frame="protected", exact_budget=False, target_error=None,
+        method=None, mask=None, backend="auto", return_lse=False, return_mask=False,
     )  # fmt: skip
 
 
@@ -55,14 +62,27 @@ def test_predict_mask_takes_the_same_arguments():
 
 
 def test_the_usual_call_of_the_gpu_tests_has_the_defaults_of_enable():
-    parameters = inspect.signature(rainfusion.enable).parameters
-    usual = {name: parameters[name].default for name in ("predictor", "compensate", "first_frame")}
-    assert dict(usual, compensate=usual["compensate"] is not False) == {name: USUAL[name] for name in usual}
+    assert {name: USUAL[name] for name in RECOMMENDED} == RECOMMENDED
 
 
-@pytest.mark.parametrize("function", [rainfusion.sparse_attention])
-def test_every_parameter_is_documented(function):
-    assert all(name in function.__doc__ for name in inspect.signature(function).parameters)
+FUNCTIONS = [
+    *(getattr(rainfusion, name) for name in rainfusion.__all__ if inspect.isfunction(getattr(rainfusion, name))),
+    rainfusion.TokenLayout.build,
+    distributed.ulysses_attention,
+    distributed.ring_attention,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
+def test_every_parameter_has_an_entry_of_its_own(function):
+    names = inspect.signature(function).parameters
+    assert all(f"        {name}: " in function.__doc__ or len(names) == 1 for name in names)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
+def test_nothing_public_returns_anything_at_all(function):
+    returned = inspect.signature(function).return_annotation
+    assert returned not in (inspect.Signature.empty, "Any", Any)
 
 
 def test_importing_is_cheap_and_needs_torch_only():

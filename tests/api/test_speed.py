@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.inputs import qkv
-from rainfusion import BlockMask, TokenLayout
+from helpers.planned import request
+from rainfusion import BlockMask
 from rainfusion.backends import portable
 from rainfusion.bench import attention as bench
 from rainfusion.bench.shapes import SHAPES
@@ -22,11 +23,10 @@ def plain_memory():
 def test_products_are_those_of_the_kept_blocks_alone(density):
     """Counted, not timed: Q K^T and P V of dense attention take 2 S^2 D multiplications with additions each, a head."""
     q, k, v = qkv(1, 2, 2048, 64)
-    layout = TokenLayout.build(2048)
     mask = BlockMask.from_dense(torch.rand(1, 2, 16, 16) < density)
-    kwargs = dict(keep=None, bias=None, scale=0.125, is_causal=False, inner_precise=0, return_lse=False)
+    asked = request(q, k, v, mask=mask)
     with FlopCounterMode(display=False) as counter:
-        portable.attend(q, k, v, mask, layout, layout, **kwargs)
+        portable.attend(asked, portable.prepare(asked), mask)
     assert counter.get_total_flops() == pytest.approx(mask.density() * 2 * 4 * 2048**2 * 64)
 
 

@@ -18,10 +18,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where helpers are, also for a program
 
 
 class Target(NamedTuple):
