@@ -3,7 +3,9 @@
     dense  = flops / dense_rate + dense_start
     sparse = density * flops / sparse_rate + bytes around the kernel / bandwidth + start
 
-Short sequences have little to skip and the same launches to pay for. The numbers stand beside each backend (`SPEEDS`).
+Short sequences have little to skip and the same launches to pay for. A GPU has to wait for the host where dense
+attention is done before a sparse call is launched: there sparse attention gains nothing, or loses, whatever it saves
+on the device (an image of 1024x1024, one at a time). The numbers stand beside each backend (`SPEEDS`).
 Those for CUDA are an H200's, where the model is within 25% of benchmarks/results (2k to 150k tokens, densities 0.15 to
 0.8, calls replayed from a CUDA graph) but for head dim 64, where both sides take longer than it says; those for a CPU
 are two cores'. On another machine both sides shrink or grow together, which leaves the verdict about where it is.
@@ -19,6 +21,9 @@ from rainfusion.options import Method
 from rainfusion.prediction import budgets
 
 
+_HOST_SLACK = 1.5  # hosts are slower than that of the measurements, and busy
+
+
 def why_dense(backend: Backend, call: Call, method: Method, shapes: Shapes) -> str | None:
     """Why dense attention is faster for this call, in words; None where sparse is, or where nothing was measured."""
     density = expected_density(call, method, shapes)
@@ -30,6 +35,12 @@ def why_dense(backend: Backend, call: Call, method: Method, shapes: Shapes) -> s
     if speed is None:
         return None
     dense, sparse = times(speed, method, shapes, density)
+    launching = _host_time(speed, method, shapes)
+    if dense < _HOST_SLACK * launching:
+        return (
+            f"dense attention is expected to be faster: it takes {1e6 * dense:.0f} us on an H200, and launching a sparse "
+            f"call takes the host about {1e6 * launching:.0f} us; longer sequences or larger batches pay"
+        )
     if sparse < dense:
         return None
     machine = "an H200's" if shapes.device.type == "cuda" else "two cores'"
@@ -38,6 +49,11 @@ def why_dense(backend: Backend, call: Call, method: Method, shapes: Shapes) -> s
         f"{density:.0%} of the blocks of {shapes.q_len} x {shapes.k_len} tokens ({machine} times); longer sequences or "
         "more sparsity pay"
     )
+
+
+def _host_time(speed: Speed, method: Method, shapes: Shapes) -> float:
+    options = (method.strategy == "rf_v2" and method.q_parts > 1, method.compensate, shapes.has_key_mask)
+    return speed.host + sum(options) * speed.host_of_option
 
 
 def times(speed: Speed, method: Method, shapes: Shapes, density: float) -> tuple[float, float]:

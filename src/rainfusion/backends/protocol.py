@@ -84,7 +84,9 @@ class Speed(NamedTuple):
     dense_start: float  # seconds of it before the first flop
     sparse_rate: float  # flops a second on kept blocks
     bandwidth: float  # bytes a second of the passes before the kernel
-    start: float  # seconds of launches
+    start: float  # seconds of launches, on the device
+    host: float = 0.0  # seconds until a call has launched all of it
+    host_of_option: float = 0.0  # more of them for submeans, for compensation and for a key mask, each
 
 
 class Backend(Protocol):

@@ -33,7 +33,7 @@ from rainfusion.prediction.predictors import live_groups
 T = TypeVar("T")
 
 READS_BACK = False
-SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6)}}  # of an H200, see `crossover`
+SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3)}}  # of an H200
 MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
