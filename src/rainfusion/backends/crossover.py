@@ -20,7 +20,6 @@ from rainfusion.calls import Call, Shapes
 from rainfusion.options import Method
 from rainfusion.prediction import budgets
 
-
 _HOST_SLACK = 1.5  # hosts are slower than that of the measurements, and busy
 
 
@@ -38,8 +37,8 @@ def why_dense(backend: Backend, call: Call, method: Method, shapes: Shapes) -> s
     launching = _host_time(speed, method, shapes)
     if dense < _HOST_SLACK * launching:
         return (
-            f"dense attention is expected to be faster: it takes {1e6 * dense:.0f} us on an H200, and launching a sparse "
-            f"call takes the host about {1e6 * launching:.0f} us; longer sequences or larger batches pay"
+            f"dense attention is expected to be faster: it takes {1e6 * dense:.0f} us on an H200, and launching a "
+            f"sparse call takes the host about {1e6 * launching:.0f} us; longer sequences or larger batches pay"
         )
     if sparse < dense:
         return None
