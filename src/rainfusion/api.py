@@ -208,7 +208,7 @@ def explain(
     v: Tensor,
     attn_mask: Tensor | None = None,
     *args: Any,
-    input_layout: InputLayout = "BNSD",
+    input_layout: InputLayout | None = None,
     mask: BlockMask | None = None,
     return_lse: bool = False,
     return_mask: bool = False,
@@ -224,7 +224,7 @@ def explain(
         v: values.
         attn_mask: key mask.
         args: further arguments of `sparse_attention`, in its order.
-        input_layout: `"BNSD"` or `"BSND"`.
+        input_layout: `"BNSD"` or `"BSND"`; None, where it is not among `args`: `"BNSD"`.
         mask: a given `BlockMask`.
         return_lse: whether the log-sum-exp is wanted, which torch's attention does not give.
         return_mask: whether the mask is wanted.
@@ -240,7 +240,7 @@ def explain(
     not with 'hopper': it needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found cpu tensors
     """
     asked = dict(mask=mask, return_lse=return_lse, return_mask=return_mask, **options)
-    if len(args) < 4:  # by position it would be the fourth
+    if input_layout is not None:
         asked["input_layout"] = input_layout
     bound = _SIGNATURE.bind(q, k, v, attn_mask, *args, **asked)
     bound.apply_defaults()
@@ -402,6 +402,7 @@ def block_sparse_attention(
         `out`, or `(out, lse)` with `return_lse`.
     """
     inputs = planning.check(q, k, v, attn_mask, mask, input_layout=input_layout)
+    planning.check_mask(mask, inputs.q, inputs.k)
     inputs = inputs._replace(mask=replace(mask, orders=None))  # the tokens are where the caller has put them
     call = planning.ask_flat(
         inputs,

@@ -156,7 +156,7 @@ class BlockMask:
             smallest, largest = (int(end) for end in x.aminmax())
             if smallest < 0 or largest > limit:
                 raise ValueError(f"mask.{name} must be in 0..{limit}, got values from {smallest} to {largest}")
-        past_the_end = torch.arange(1, columns) >= self.counts.unsqueeze(-1)
+        past_the_end = torch.arange(1, columns, device=self.indices.device) >= self.counts.unsqueeze(-1)
         if not ((self.indices[..., 1:] > self.indices[..., :-1]) | past_the_end).all():
             raise ValueError("mask.indices must ascend, without repeats, over the first counts entries of each row")
 

@@ -78,4 +78,4 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor | None  # fp32 [B, H, Sq], if asked for
-    mask: BlockMask | None  # the one that was used, if there was one
+    mask: BlockMask | None  # the one that was given, or the one that was found if it was asked for

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUT_LAYOUTS = ("BNSD", "BSND")
@@ -148,11 +149,20 @@ def _check_dense(name: str, x: Any) -> None:
     if x.is_nested or x.layout != torch.strided:
         kind = "nested" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
+    if _has_tangent(x):
+        raise ValueError(f"{name} has a tangent, but sparse attention is for inference: it has no derivative")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, but sparse attention is for inference and has no backward: call it under "
             f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
         )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation goes through x."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from rainfusion import checks, pipeline, planning
 from rainfusion.backends import QueryShard
 from rainfusion.calls import Call, Inputs, Shapes
-from rainfusion.geometry import Geometry, LayoutSpec, plain_spec
+from rainfusion.geometry import LayoutSpec, plain_spec
 from rainfusion.layout import TokenLayout, cached_layout
 from rainfusion.options import InputLayout
 from rainfusion.planning import CallOptions, Plan
@@ -156,18 +156,18 @@ def attend_sharded(
     order: Tensor | None,
     input_layout: str,
     head_num: int | None = None,
-    geometry: Geometry | None = None,
+    call: Call | None = None,
     **options: Any,
 ) -> Tensor:
     """Both at once: the sequence is in shards over a mesh (ring, Ulysses), rank = ring index * Ulysses size + index.
 
     Ulysses comes first: a process then has the tokens of its ring index and a share of the heads. None leaves one out.
-    `options` are those of `planning.ask_flat` or, with `geometry`, of `planning.ask`.
+    `call`: what is asked for of the whole sequence; without it, `options` are those of `planning.ask_flat`.
     """
     if torch.compiler.is_compiling():  # a graph cannot hold what is kept between calls: it ends here, and begins after
         return torch.compiler.disable(attend_sharded)(  # type: ignore[no-any-return]
             q, k, v, attn_mask, ulysses_group=ulysses_group, ring_group=ring_group, sizes=sizes, order=order,
-            input_layout=input_layout, head_num=head_num, geometry=geometry, **options,
+            input_layout=input_layout, head_num=head_num, call=call, **options,
         )  # fmt: skip
     mesh = _Mesh(ulysses_group, ring_group)
     q, k, v = checks.tensors(input_layout, head_num, q=q, k=k, v=v)
@@ -176,10 +176,7 @@ def attend_sharded(
     # the shapes of the whole sequence, without its values
     all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], sum(lengths), x.shape[3]) for x in (q, k, v))
     whole = Inputs(all_q, all_k, all_v, *checks.key_mask(attn_mask, all_q, all_k))
-    if geometry is None:
-        call = planning.ask_flat(whole, **options)
-    else:
-        call = planning.ask(whole, geometry=geometry, **options)
+    call = planning.ask_flat(whole, **options) if call is None else call
     places = mesh.ulysses_size, mesh.ulysses_rank, mesh.ring_rank, ring_group is not None
     plan = _plan(call, whole.shapes, tuple(lengths), _checked_order(order, sum(lengths)), *places)
 

@@ -49,7 +49,7 @@ class LayoutSpec(NamedTuple):
 
     @property
     def order(self) -> TokenOrderKey:
-        """What decides the order of the tokens, and nothing else: equal where the orders are equal."""
+        """What decides the order of the tokens, and nothing else: never equal where two orders differ."""
         clips = self.clips
         if not clips or self.token_order == "raster":
             return TokenOrderKey(self.seq_len, (), "raster")
@@ -58,8 +58,10 @@ class LayoutSpec(NamedTuple):
             return TokenOrderKey(self.seq_len, clips, f"mindiesd{packed}")
         video = any(t > 1 for _, t, _, _ in clips)
         image = any(t == 1 for _, t, _, _ in clips)
-        windows = ([self.window or VIDEO_WINDOW] if video else []) + ([self.window or IMAGE_WINDOW] if image else [])
-        words = " and ".join(dict.fromkeys(f"{wt}x{wh}" for wt, wh, _ in windows))  # the third shapes nothing
+        _, image_rows, _ = self.window or IMAGE_WINDOW  # of an image they are all that shapes it
+        frames, rows, _ = self.window or VIDEO_WINDOW
+        windows = [f"{frames}x{rows}"] * video + [f"1x{image_rows}"] * image
+        words = " and ".join(dict.fromkeys(windows))
         first = ("" if self.first_frame else ", first frame in windows too") if video else ""
         return TokenOrderKey(self.seq_len, clips, f"windows of {words}{first}")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rainfusion.checks import Grid
 from rainfusion.geometry import IMAGE_WINDOW, VIDEO_WINDOW, Clip, LayoutSpec, VideoSpan, layout_spec
+from rainfusion.graphs import refuse_if_capturing
 from rainfusion.options import TokenOrder
 
 _TILE = 8  # edge of the tiles of token_order="mindiesd"
@@ -126,11 +127,7 @@ class TokenLayout:
 @lru_cache(maxsize=256)
 def cached_layout(spec: LayoutSpec, device: torch.device) -> TokenLayout:
     """The same layout serves every layer and step, so it is built once per device. Never write into it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph is being captured, and this is the first call with these lengths and latent shapes: make the "
-            "same call once before capturing, so that its token layout is ready"
-        )
+    refuse_if_capturing(device, "lengths and latent shapes")
     with torch.inference_mode(False):  # cached tensors must be ordinary ones, whatever mode the first caller is in
         return _build(spec).to(device)
 

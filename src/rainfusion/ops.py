@@ -20,7 +20,7 @@ from rainfusion import pipeline, planning
 from rainfusion.backends import dense
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Attended, Call, Inputs
-from rainfusion.geometry import Geometry
+from rainfusion.geometry import Geometry, TokenOrderKey
 from rainfusion.options import Method, sides
 from rainfusion.planning import Plan
 
@@ -30,25 +30,29 @@ def attend(inputs: Inputs, call: Call, plan: Plan | None = None) -> Attended:
     if _is_plain(inputs):
         plan = plan or planning.plan(call, inputs.shapes)
         out, lse, mask = pipeline.attend(inputs, plan)
-        if mask is not None and mask is not inputs.mask and call.return_mask:
-            mask = _labelled(mask.counts, mask.indices, inputs, call)
-        return Attended(out, lse, mask)
+        if inputs.mask is not None or mask is None or not call.return_mask:
+            return Attended(out, lse, inputs.mask)
+        return Attended(out, lse, _labelled(mask.counts, mask.indices, inputs, call, plan.orders))
     if planning.runs_dense(call, inputs.shapes):
-        full = _every_block(inputs, call) if call.return_mask else None
-        return Attended(dense.attend(inputs, call), None, full)
+        out, used = dense.attend(inputs, call), None
+        if call.return_mask:
+            full = pipeline.every_block(inputs, call)
+            used = _labelled(full.counts, full.indices, inputs, call, _orders(inputs, call))
+        return Attended(out, None, used)
     given = (None, None) if inputs.mask is None else (inputs.mask.counts, inputs.mask.indices)
     out, lse, counts, indices = _attend(*inputs[:5], *given, *_encoded(call))
     wanted = call.return_mask and inputs.mask is None
-    mask = _labelled(counts, indices, inputs, call) if wanted else inputs.mask
+    mask = _labelled(counts, indices, inputs, call, _orders(inputs, call)) if wanted else inputs.mask
     return Attended(out, lse if call.return_lse else None, mask)
 
 
 def predict_mask(inputs: Inputs, call: Call) -> BlockMask:
     if _is_plain(inputs):
-        found = pipeline.predict_mask(inputs, planning.plan(call, inputs.shapes))
-        return _labelled(found.counts, found.indices, inputs, call)
+        plan = planning.plan(call, inputs.shapes)
+        found = pipeline.predict_mask(inputs, plan)
+        return _labelled(found.counts, found.indices, inputs, call, plan.orders)
     counts, indices = _predict_mask(inputs.q, inputs.k, inputs.keep, *_encoded(call))
-    return _labelled(counts, indices, inputs, call)
+    return _labelled(counts, indices, inputs, call, _orders(inputs, call))
 
 
 def _is_plain(inputs: Inputs) -> bool:
@@ -58,25 +62,17 @@ def _is_plain(inputs: Inputs) -> bool:
     return type(inputs.q) is Tensor and type(inputs.k) is Tensor and type(inputs.v) is Tensor and not inputs.q.is_meta
 
 
-def _labelled(counts: Tensor, indices: Tensor, inputs: Inputs, call: Call) -> BlockMask:
-    """A mask that knows what it was made for; one of all blocks fits every order."""
-    q_len, k_len = inputs.q.shape[2], inputs.k.shape[2]
-    q_spec, k_spec = call.geometry.specs(call.method, q_len, k_len)
-    orders = None if call.keeps_everything else (q_spec.order, k_spec.order)
-    return BlockMask(counts, indices, call.method.block_size, q_len, k_len, orders)
+Orders = tuple[TokenOrderKey, TokenOrderKey] | None
 
 
-def _every_block(inputs: Inputs, call: Call) -> BlockMask:
-    batch, heads, q_len, _ = inputs.q.shape
-    return BlockMask.full(
-        batch,
-        heads,
-        q_len,
-        inputs.k.shape[2],
-        block_size=call.method.block_size,
-        is_causal=call.is_causal,
-        device=inputs.q.device,
-    )
+def _labelled(counts: Tensor, indices: Tensor, inputs: Inputs, call: Call, orders: Orders) -> BlockMask:
+    """A mask that knows what it was made for."""
+    return BlockMask(counts, indices, call.method.block_size, inputs.q.shape[2], inputs.k.shape[2], orders)
+
+
+def _orders(inputs: Inputs, call: Call) -> Orders:
+    """`Plan.orders`, where a compiler traces and there is no plan yet."""
+    return planning.orders(call, *call.geometry.specs(call.method, inputs.q.shape[2], inputs.k.shape[2]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

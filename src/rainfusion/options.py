@@ -1,7 +1,8 @@
 """The options of the method: one frozen, checked type for every door, and the values that are recommended.
 
 To add an option: a field of `Method`, with its check and its entry in the docstring, and its use in a stage. The op's
-schema, `enable`, profiles, the lab and the distributed functions follow from the fields. `MethodOptions` repeats their
+schema, `method=` of `sparse_attention`, `enable`, the lab and the distributed functions follow from the fields. The
+flat signature of `sparse_attention` is that of the published function, and need not grow. `MethodOptions` repeats the
 names for editors, which cannot read them off a dataclass; a test holds the two together.
 """
 
@@ -153,8 +154,10 @@ class Method:
         options = {name: tuple(value) if type(value) is list else value for name, value in options.items()}
         if isinstance(options.get("sparsity"), Tensor):
             return cls(**options)  # hashable, but its values may change
+        # 1, 1.0 and True are equal as keys, and not as options: lru_cache tells them apart, but not inside a tuple
+        kinds = tuple(tuple(map(type, value)) for value in options.values() if type(value) is tuple)
         try:
-            return _known(**options)
+            return _known(kinds, **options)
         except TypeError:  # some value is unhashable or of a wrong type: the constructor says which
             for name in options.keys() - set(OPTION_NAMES):
                 raise TypeError(f"{name} is no option; those are {', '.join(OPTION_NAMES)}") from None
@@ -212,7 +215,7 @@ OPTION_NAMES = tuple(field.name for field in fields(Method))
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _known(**options: Any) -> Method:
+def _known(kinds: tuple[tuple[type, ...], ...], **options: Any) -> Method:
     return Method(**options)
 
 

@@ -8,7 +8,8 @@ writes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from rainfusion import backends
 from rainfusion.autocast import own_precision
 from rainfusion.backends import Backend, Keys, QueryShard, Request, dense
 from rainfusion.blockmask import BlockMask
-from rainfusion.calls import Attended, Inputs
+from rainfusion.calls import Attended, Call, Inputs
+from rainfusion.graphs import keep_if_captured
 from rainfusion.layout import TokenLayout
 from rainfusion.planning import Plan
 from rainfusion.prediction import budgets, error_curves
@@ -30,25 +32,25 @@ def attend(
     shard: QueryShard | None = None,
 ) -> Attended:
     """`layouts`: of q and k, where a process holds its tokens in an order of its own; `shard`: some of the queries."""
-    with own_precision(inputs.q.device), _on_device(inputs.q):
+    with alone_on(inputs.q.device):
         if plan.dense_because is not None:
-            return Attended(dense.attend(inputs, plan.call), None, _full_mask(inputs, plan))
+            return Attended(dense.attend(inputs, plan.call), None, _full_mask(inputs, plan.call))
         request, backend = request_for(inputs, plan, layouts, shard), backends.get(plan.backend)
         if inputs.mask is not None:
             inputs.mask.check_values()
-        if 0 in inputs.q.shape or 0 in inputs.k.shape:
-            return _nothing(request, plan)
+        if inputs.shapes.is_empty:  # also of a process that has none of the tokens
+            return _nothing(inputs, plan.call)
         keys = backend.prepare(request)
         mask = request.mask or predict(request, backend, keys)
         out, lse = backend.attend(request, keys, mask)
-        return Attended(out, lse, _full_mask(inputs, plan) if plan.call.keeps_everything else mask)
+        return Attended(out, lse, _full_mask(inputs, plan.call) if plan.call.keeps_everything else mask)
 
 
 def predict_mask(inputs: Inputs, plan: Plan) -> BlockMask:
     """The mask that `attend` would use, bit for bit."""
-    with own_precision(inputs.q.device), _on_device(inputs.q):
+    with alone_on(inputs.q.device):
         if plan.call.keeps_everything or plan.shapes.is_empty:
-            return _every_block(inputs, plan)
+            return every_block(inputs, plan.call)
         return predict(request_for(inputs, plan), backends.get(plan.backend))
 
 
@@ -56,19 +58,17 @@ def predict(request: Request, backend: Backend, keys: Keys | None = None) -> Blo
     """pool -> score -> select."""
     method = request.method
     if method.strategy == "dense":
-        shapes = (*request.q.shape[:3], request.k.shape[2])
-        causal = request.is_causal
-        return BlockMask.full(*shapes, block_size=method.block_size, is_causal=causal, device=request.q.device)
+        return _full(request.q, request.k, method.block_size, request.is_causal)
     scores = backend.scores(request, keys)
     if method.target_error is None:
         return backend.select(request, scores, request.budgets, method.exact_budget)
-    number = budgets.for_error(error_curves.curves(request, scores), method.target_error)
-    return backend.select(request, scores, number, True)
+    enough = budgets.for_error(error_curves.curves(request, scores), method.target_error)
+    return backend.select(request, scores, enough, True)
 
 
 def block_scores(inputs: Inputs, plan: Plan) -> tuple[Request, Tensor]:
     """By which rf_v2 ranks, fp32 [B, H, NQ, NK], and what they were found from."""
-    with own_precision(inputs.q.device), _on_device(inputs.q):
+    with alone_on(inputs.q.device):
         request = request_for(inputs, plan)
         return request, backends.get(plan.backend).scores(request, None)
 
@@ -81,30 +81,37 @@ def request_for(
 ) -> Request:
     """What a backend is asked."""
     call, where = plan.call, layouts or plan.layouts
+    keep_if_captured(inputs.q.device, *where)
     return Request(*inputs, *where, plan.method, call.scale, call.is_causal, plan.budgets, call.return_lse, shard)
 
 
-def _full_mask(inputs: Inputs, plan: Plan) -> BlockMask | None:
+def _full_mask(inputs: Inputs, call: Call) -> BlockMask | None:
     """For those who want the mask of a dense call."""
-    return _every_block(inputs, plan) if plan.call.return_mask else None
+    return every_block(inputs, call) if call.return_mask else None
 
 
-def _every_block(inputs: Inputs, plan: Plan) -> BlockMask:
+def every_block(inputs: Inputs, call: Call) -> BlockMask:
     """In blocks of the size that was asked for."""
-    batch, heads, q_len, _ = inputs.q.shape
-    size, causal = plan.call.method.block_size, plan.call.is_causal
-    return BlockMask.full(
-        batch, heads, q_len, inputs.k.shape[2], block_size=size, is_causal=causal, device=inputs.q.device
-    )
+    return _full(inputs.q, inputs.k, call.method.block_size, call.is_causal)
 
 
-def _nothing(request: Request, plan: Plan) -> Attended:
+def _full(q: Tensor, k: Tensor, block_size: int | tuple[int, int], is_causal: bool) -> BlockMask:
+    batch, heads, q_len, _ = q.shape
+    return BlockMask.full(batch, heads, q_len, k.shape[2], block_size=block_size, is_causal=is_causal, device=q.device)
+
+
+def _nothing(inputs: Inputs, call: Call) -> Attended:
     """Without queries or without keys there is nothing to attend to."""
-    lse = torch.full(request.q.shape[:3], -torch.inf, dtype=torch.float32, device=request.q.device)
-    mask = request.mask or _every_block(Inputs(*request[:6]), plan)
-    return Attended(torch.zeros_like(request.q), lse if request.return_lse else None, mask)
+    lse = torch.full(inputs.q.shape[:3], -torch.inf, dtype=torch.float32, device=inputs.q.device)
+    mask = inputs.mask or every_block(inputs, call)
+    return Attended(torch.zeros_like(inputs.q), lse if call.return_lse else None, mask)
 
 
-def _on_device(q: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device: make it q's."""
-    return torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
+@contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """Launches go to this device, and no mode of the caller's takes part: no autocast, and none that replaces torch's
+    functions, which would take the attention calls inside for the model's own.
+    """
+    here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with own_precision(device), torch._C.DisableTorchFunction(), here:
+        yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from rainfusion import backends, checks
 from rainfusion.backends import crossover, dense
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Inputs, Shapes
-from rainfusion.geometry import Geometry, LayoutSpec, VideoSpan
+from rainfusion.geometry import Geometry, LayoutSpec, TokenOrderKey, VideoSpan
 from rainfusion.layout import TokenLayout, cached_layout
 from rainfusion.options import Method, MethodOptions
 from rainfusion.prediction import budgets
@@ -51,7 +52,7 @@ def check(
     """The tensors as [B, H, S, D] views, and the key mask in two plain forms. Where v is not needed, k serves."""
     q, k, v = checks.tensors(input_layout, head_num, q=q, k=k, v=v)
     if mask is not None:
-        _check_mask(mask, q, k)
+        check_mask(mask, q, k)
     return Inputs(q, k, v, *checks.key_mask(attn_mask, q, k), mask)
 
 
@@ -127,8 +128,7 @@ def _chosen(method: Method | None, options: MethodOptions) -> Method:
     if not isinstance(method, Method):
         raise TypeError(f"method must be a rainfusion.Method, got {method!r} ({type(method).__name__})")
     for name, value in options.items():
-        usual = getattr(_PUBLISHED, name)
-        if value is not usual and not (type(value) is type(usual) and value == usual):
+        if not (isinstance(value, (int, float, str, tuple, NoneType)) and value == getattr(_PUBLISHED, name)):
             raise ValueError(
                 f"method holds all options of the method: leave {name} out, got {value!r}; or change the method, "
                 f"dataclasses.replace(method, {name}={value!r})"
@@ -149,10 +149,15 @@ class Plan:
     q_spec: LayoutSpec
     k_spec: LayoutSpec
 
-    @cached_property
+    @property
     def layouts(self) -> tuple[TokenLayout, TokenLayout]:
-        """Of q and of k, on the device."""
+        """Of q and of k, on the device. The cache of layouts holds them, which is small: plans are many."""
         return cached_layout(self.q_spec, self.shapes.device), cached_layout(self.k_spec, self.shapes.device)
+
+    @cached_property
+    def orders(self) -> tuple[TokenOrderKey, TokenOrderKey] | None:
+        """Of q's and of k's tokens, for a mask."""
+        return orders(self.call, self.q_spec, self.k_spec)
 
     def __str__(self) -> str:
         if self.dense_because is not None:
@@ -178,7 +183,7 @@ def plan(call: Call, shapes: Shapes) -> Plan:
         shapes,
         method,
         backend,
-        _why_dense(call, shapes, method, backend),
+        _why_dense(call, shapes, method, specs, backend),
         budgets.numbers(method, *specs) if predicts and method.target_error is None else (),
         *specs,
     )
@@ -192,17 +197,24 @@ def planned(
     return inputs, plan(ask_flat(inputs, **options), inputs.shapes)  # type: ignore[misc] # no head_num
 
 
+def orders(call: Call, q_spec: LayoutSpec, k_spec: LayoutSpec) -> tuple[TokenOrderKey, TokenOrderKey] | None:
+    """Which a mask is made for; one of all blocks, but for a causal one, fits every order."""
+    return None if call.keeps_everything and not call.is_causal else (q_spec.order, k_spec.order)
+
+
 def runs_dense(call: Call, shapes: Shapes) -> bool:
     """Whether torch's attention runs because nothing is skipped: what a compiler may know while it traces."""
     return call.backend == "auto" and call.keeps_everything and not call.return_lse and not dense.why_not(call, shapes)
 
 
-def _why_dense(call: Call, shapes: Shapes, method: Method, backend: str) -> str | None:
+def _why_dense(
+    call: Call, shapes: Shapes, method: Method, specs: tuple[LayoutSpec, LayoutSpec], backend: str
+) -> str | None:
     if runs_dense(call, shapes):
         return "nothing is to be skipped"
     if call.backend != "auto" or not call.may_be_dense or call.keeps_everything or dense.why_not(call, shapes):
         return None
-    return crossover.why_dense(backends.get(backend), call, method, shapes)
+    return crossover.why_dense(backends.get(backend), method, shapes, specs)
 
 
 def _attended(call: Call) -> Method:
@@ -235,7 +247,7 @@ def _check_together(call: Call, inputs: Inputs) -> None:
         _check_order(inputs.mask, call, q_len, k_len)
 
 
-def _check_mask(mask: Any, q: Tensor, k: Tensor) -> None:
+def check_mask(mask: Any, q: Tensor, k: Tensor) -> None:
     """A `BlockMask` must describe these tensors."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a rainfusion.BlockMask, got {type(mask).__name__}; see BlockMask.from_dense")

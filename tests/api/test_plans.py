@@ -1,12 +1,22 @@
 """One decision: what is explained is what runs, it is made once, and masks know the order they were made for."""
 
+import gc
 import itertools
 
 import pytest
 import torch
 
 from helpers.inputs import qkv
-from rainfusion import TokenLayout, block_sparse_attention, explain, pipeline, planning, predict_mask, sparse_attention
+from rainfusion import (
+    TokenLayout,
+    block_sparse_attention,
+    explain,
+    layout,
+    pipeline,
+    planning,
+    predict_mask,
+    sparse_attention,
+)
 from rainfusion.calls import Attended
 
 GRID, TXT = (3, 9, 13), 21
@@ -109,3 +119,75 @@ def test_masks_keep_their_order_on_the_way():
     _, mask = sparse_attention(q, k, v, **VIDEO, sparsity=0.5, first_frame="free", return_mask=True)
     with pytest.raises(ValueError, match="another order"):
         sparse_attention(q, k, v, **VIDEO, mask=mask.to("cpu"))
+
+
+def test_a_causal_mask_does_not_fit_reordered_tokens():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    _, mask = sparse_attention(q, k, v, is_causal=True, return_mask=True)
+    for made in (predict_mask(q, k, is_causal=True), mask):
+        with pytest.raises(ValueError, match="another order"):
+            sparse_attention(q, k, v, **VIDEO, mask=made)
+        assert sparse_attention(q, k, v, mask=made).isfinite().all()
+    full = predict_mask(q, k)
+    assert sparse_attention(q, k, v, **VIDEO, mask=full).isfinite().all()
+
+
+def test_the_windows_of_an_image_have_one_frame():
+    q, k, v = qkv(1, 2, 512, 16)
+    image = dict(sparse_type="rf_v2", latent_shape_q=(1, 8, 64))
+    mask = predict_mask(q, k, **image, token_order=(2, 8, 8), sparsity=0.5)
+    assert sparse_attention(q, k, v, **image, mask=mask).isfinite().all()
+
+
+def test_a_mask_under_another_default_device():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    mask = predict_mask(q, k, **VIDEO, sparsity=0.5)
+    with torch.device("meta"):
+        out = sparse_attention(q, k, v, **VIDEO, mask=mask)
+    assert torch.equal(out, sparse_attention(q, k, v, **VIDEO, mask=mask))
+
+
+def test_no_mask_where_one_is_needed():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    with pytest.raises(TypeError, match=r"mask must be a rainfusion.BlockMask, got NoneType"):
+        block_sparse_attention(q, k, v, None)
+
+
+# --- the caller's modes ----------------------------------------------------------------------------------------------
+
+
+class NoAttention(torch.overrides.TorchFunctionMode):
+    """Somebody else's: answers torch's attention, as libraries do that spread it over devices."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return torch.zeros_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["auto", "portable"])
+def test_modes_do_not_see_inside(backend):
+    """A protected row is attended by torch's function, which is not the model's call of it."""
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    call = dict(VIDEO, sparsity=0.5, backend=backend)
+    with NoAttention():
+        out = sparse_attention(q, k, v, **call)
+        mask = predict_mask(q, k, **call)
+    assert torch.equal(out, sparse_attention(q, k, v, **call))
+    assert torch.equal(mask.indices, predict_mask(q, k, **call).indices)
+
+
+def test_tangents_are_refused():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="q has a tangent"):
+        sparse_attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v, **VIDEO, sparsity=0.5)
+
+
+def test_plans_hold_no_layouts_beyond_their_cache():
+    """A server sees many lengths of text: plans are small, layouts are not."""
+    q = torch.zeros(1, 1, 300, 8)
+    for text in range(40):
+        sparse_attention(q, q, q, sparse_type="rf_v2", sparsity=0.5, txt_len=text, backend="portable")
+    layout.cached_layout.cache_clear()
+    gc.collect()
+    assert sum(type(thing) is TokenLayout for thing in gc.get_objects()) < 10

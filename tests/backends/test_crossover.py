@@ -21,8 +21,8 @@ def rf_v2(**kwargs):
     return Method(sparse_type="rf_v2", **kwargs)
 
 
-def asked(method, geometry=None):
-    return Call(method, geometry or Geometry(), 0.1, False, "auto", True, False, False, False)
+def asked(method):
+    return Call(method, Geometry(), 0.1, False, "auto", True, False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_expected_density_is_what_a_prediction_keeps(kwargs):
     q, k = torch.randn(2, 1, 8, 2200, 32)
     density = predict_mask(q, k, sparse_type="rf_v2", **kwargs).density()
     _, plan = planned(q, k, sparse_type="rf_v2", **kwargs)
-    expected = crossover.expected_density(plan.call, plan.method, plan.shapes)
+    expected = crossover.expected_density(plan.method, plan.shapes, (plan.q_spec, plan.k_spec))
     assert expected == pytest.approx(density, abs=0.02)
 
 
@@ -49,7 +49,7 @@ def test_ada_bsa_keeps_what_the_data_says():
     q = torch.zeros(1, 1, 2000, 32)
     for kwargs, density in ((dict(sparsity=0.4), pytest.approx(0.6)), (dict(), None)):
         _, plan = planned(q, q, sparse_type="ada_bsa", cdf_threshold=0.9, **kwargs)
-        assert crossover.expected_density(plan.call, plan.method, plan.shapes) == density
+        assert crossover.expected_density(plan.method, plan.shapes, (plan.q_spec, plan.k_spec)) == density
 
 
 def times(shape, sparsity, backend=hopper, **kwargs):
@@ -57,7 +57,7 @@ def times(shape, sparsity, backend=hopper, **kwargs):
     shapes = Shapes(size, size, torch.bfloat16, H200)
     geometry = Geometry(shape.txt_len, shape.latent_shape, shape.latent_shape)
     method = rf_v2(sparsity=sparsity, **kwargs)
-    density = crossover.expected_density(asked(method, geometry), method, shapes)
+    density = crossover.expected_density(method, shapes, geometry.specs(method, shape.seq_len, shape.seq_len))
     return crossover.times(backend.SPEEDS["cuda"][method.precision], method, shapes, density)
 
 
@@ -134,7 +134,7 @@ def test_small_images_are_dense_in_every_precision(precision, batch, tokens, mas
     method = Method.recommended(sparsity=0.6, precision=precision)
     size = (batch, 24, tokens, 128)
     shapes = Shapes(size, size, torch.bfloat16, H200, has_key_mask=masked)
-    reason = crossover.why_dense(hopper, asked(method), method, shapes)
+    reason = crossover.why_dense(hopper, method, shapes, Geometry().specs(method, tokens, tokens))
     assert (reason is not None) == is_dense
     assert dense.why_not(asked(method), shapes) is None  # in bf16, which is more than was asked for
 

@@ -190,7 +190,7 @@ def asked_about():
     asked = []
     q = torch.zeros(1, 4, 10, 8)
     planning.plan.cache_clear()
-    ask, crossover.why_dense = crossover.why_dense, lambda backend, call, method, shapes: asked.append(list(shapes.q))
+    ask, crossover.why_dense = crossover.why_dense, lambda backend, method, shapes, specs: asked.append(list(shapes.q))
     for attend in (ulysses_attention, ring_attention):
         attend(q, q, q, sparse_type="rf_v2", sparsity=0.5)
     crossover.why_dense = ask

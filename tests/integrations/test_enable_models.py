@@ -180,7 +180,7 @@ def test_on_unsupported_error():
 def test_a_precision_that_cannot_run_here_is_said():
     model, inputs, _ = wide_wan()
     dense = forward(model, inputs)
-    with pytest.warns(UserWarning, match="runs on Hopper GPUs"):
+    with pytest.warns(UserWarning, match="attention will be dense, for lack of kernels: .*fp8"):
         rainfusion.enable(model, precision="fp8")
     rainfusion.disable(model)
     with rainfusion.enabled(model, min_tokens=0, precision="fp8") as handle:

@@ -16,16 +16,17 @@ from __future__ import annotations
 import math
 
 from rainfusion.backends.protocol import Backend, Speed
-from rainfusion.calls import Call, Shapes
+from rainfusion.calls import Shapes
+from rainfusion.geometry import LayoutSpec
 from rainfusion.options import Method
 from rainfusion.prediction import budgets
 
 _HOST_SLACK = 1.5  # hosts are slower than that of the measurements, and busy
 
 
-def why_dense(backend: Backend, call: Call, method: Method, shapes: Shapes) -> str | None:
+def why_dense(backend: Backend, method: Method, shapes: Shapes, specs: tuple[LayoutSpec, LayoutSpec]) -> str | None:
     """Why dense attention is faster for this call, in words; None where sparse is, or where nothing was measured."""
-    density = expected_density(call, method, shapes)
+    density = expected_density(method, shapes, specs)
     if density is None or shapes.is_empty:
         return None
     if density >= 1.0:
@@ -69,7 +70,7 @@ def times(speed: Speed, method: Method, shapes: Shapes, density: float) -> tuple
     return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.start
 
 
-def expected_density(call: Call, method: Method, shapes: Shapes) -> float | None:
+def expected_density(method: Method, shapes: Shapes, specs: tuple[LayoutSpec, LayoutSpec]) -> float | None:
     """The share of blocks that a prediction will keep, 0 to 1, without predicting; None where it depends on the data.
 
     ada_bsa keeps at most this many.
@@ -80,4 +81,4 @@ def expected_density(call: Call, method: Method, shapes: Shapes) -> float | None
         return 1.0 - method.mean_sparsity if method.mean_sparsity > 0.0 else None
     if method.target_error is not None:
         return None
-    return budgets.density(method, *call.geometry.specs(method, shapes.q_len, shapes.k_len))
+    return budgets.density(method, *specs)

@@ -7,7 +7,6 @@ beforehand), the whole call, and the whole call replayed from a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -77,19 +76,15 @@ def kept_tflop(mask: BlockMask, head_dim: int) -> float:
 def kernel_alone(inputs: Inputs, plan: Plan) -> Call:
     """The attention kernel as a call, with everything that comes before the kernel done beforehand."""
     request, backend = pipeline.request_for(inputs, plan), backends.get(plan.backend)
-    with _on_device(inputs.q):
+    with pipeline.alone_on(inputs.q.device):
         keys = backend.prepare(request)
         mask = pipeline.predict(request, backend, keys)
 
     def call() -> Tensor:
-        with _on_device(inputs.q):
+        with pipeline.alone_on(inputs.q.device):
             return backend.attend(request, keys, mask)[0]
 
     return call
-
-
-def _on_device(q: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
 
 
 def replayed(call: Call, device: torch.device) -> Call:

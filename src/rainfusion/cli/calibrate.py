@@ -19,7 +19,7 @@ from torch import Tensor
 from rainfusion import checks
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
-from rainfusion.integrations import diffusers as plugin
+from rainfusion.integrations import diffusers
 from rainfusion.options import FIRST_FRAMES, PREDICTORS, TOKEN_ORDERS, Method
 from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate
@@ -222,7 +222,7 @@ def _of_pipeline(plan: Plan) -> Profile:
             generator = torch.Generator("cpu").manual_seed(number)
             pipe(prompt, generator=generator, output_type="latent", **plan.call)
 
-    found = plugin.calibrate(pipe, sample, sparsity=plan.sparsity, **plan.options)
+    found = diffusers.calibrate(pipe, sample, sparsity=plan.sparsity, **plan.options)
     notes = {**found.notes, "model": plan.model, "prompts": list(plan.prompts), "call": dict(plan.call)}
     return Profile(found.sparsities, found.sparsity, found.options, notes)
 

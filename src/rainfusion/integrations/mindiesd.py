@@ -148,14 +148,10 @@ def _precision(
     inputs = planning.check(q, k, v, input_layout=input_layout)
     method = Method(sparse_type=sparse_type, sparsity=0.5, block_size=block_size, precision=own)
     call = planning.ask(inputs, method, Geometry())  # what kernels there are does not depend on grids and shares
-    reasons = []
-    for name in backends.FASTEST_FIRST:
-        reason = backends.why_not(name, call, inputs.shapes)
-        if reason is None:
-            return own
-        reasons.append(f"{name!r} {reason}")
-    _warn_once(f"precision={precision!r} runs as 'bf16' here, for lack of {own} kernels: {'; '.join(reasons)}")
-    return "native"
+    name, reasons = backends.find(call, inputs.shapes)
+    if name is None:
+        _warn_once(f"precision={precision!r} runs as 'bf16' here, for lack of {own} kernels: {'; '.join(reasons)}")
+    return "native" if name is None else own
 
 
 def _warn_once(message: str) -> None:

@@ -73,8 +73,8 @@ class Placed(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Of the clip that is generated, which is the first."""
-        return self.grids[0][0]
+        """Of the longest clip."""
+        return self.geometry.frames
 
     @property
     def geometry(self) -> Geometry:

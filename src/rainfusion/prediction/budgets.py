@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rainfusion.geometry import LayoutSpec
+from rainfusion.graphs import keep_if_captured, refuse_if_capturing
 from rainfusion.layout import cached_layout
 from rainfusion.options import Method
 from rainfusion.prediction.error_curves import Curves
@@ -28,9 +29,16 @@ def numbers(method: Method, q_spec: LayoutSpec, k_spec: LayoutSpec) -> tuple[int
     return tuple(_number(q_spec, k_spec, share, method.exact_budget) for share in method.sparsities)
 
 
-@lru_cache(maxsize=1024)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [1] or [H]; kept, so that calls of a layer send nothing to the device."""
+    found = _on_device(numbers, device)
+    keep_if_captured(device, found)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    refuse_if_capturing(device, "budgets")
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
 
@@ -73,8 +81,7 @@ def for_error(curves: Curves, target: float) -> Tensor:
     errors = (curves.squared_error / curves.squared_norm.unsqueeze(-1)).sqrt()
     too_large = ~(errors <= target)  # also where it is NaN
     blocks = torch.arange(1, columns + 1, device=errors.device)
-    needed = (too_large * blocks).amax(
-        -1
-    ) + 1  # one block more than the largest number with which the error is too large
+    too_few = (too_large * blocks).amax(-1)  # the largest number of blocks with which the error is too large
+    needed = too_few + 1
     free = columns - curves.protected
     return (needed - curves.protected).clamp(1, max(1, free)).to(torch.int32)

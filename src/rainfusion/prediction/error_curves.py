@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.backends.protocol import Request
+from rainfusion.graphs import keep_if_captured
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import compensation
 from rainfusion.prediction.pooling import block_means
@@ -47,6 +48,7 @@ def curves(request: Request, scores: Tensor) -> Curves:
     q, k, v, keep, bias = request[:5]
     q_layout, k_layout = request.q_layout, request.k_layout
     tokens, rows = _sample(q_layout, q.device)
+    keep_if_captured(q.device, tokens, rows)
     batch, heads, _, head_dim = q.shape
     columns, shared = k_layout.num_blocks, request.gqa_ratio
     squared_error = q.new_zeros((batch, heads, columns), dtype=torch.float32)

@@ -22,7 +22,7 @@ def keep_best(
     scores [H, NQ, NK], number int [H] or [1], protected_rows bool [NQ], protected_columns bool [NK].
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    if free_only:  # protected columns behind all others, whose order stays
+    if free_only:  # protected columns after all others, whose order stays
         order = order.gather(-1, protected_columns[order].to(torch.uint8).argsort(dim=-1, stable=True))
     kept = torch.arange(scores.shape[-1], device=scores.device) < number[:, None, None]
     return _by_rank(order, kept.expand(scores.shape)) | protected_rows[:, None] | protected_columns

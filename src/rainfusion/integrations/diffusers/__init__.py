@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rainfusion import checks
+from rainfusion import backends, checks
+from rainfusion.calls import Call, Shapes
+from rainfusion.geometry import Geometry
 from rainfusion.integrations.decider import Observer
 from rainfusion.integrations.diffusers import private_names
 from rainfusion.integrations.diffusers.host import ATTRIBUTE, Host, enabled_through
@@ -273,20 +275,26 @@ def _check_steps_are_known(settings: Settings) -> None:
 
 def _warn(models: dict[str, nn.Module], settings: Settings) -> None:
     """For the line that called `enable`."""
-    precision = settings.method.precision
-    if precision != "native" and not _has_hopper():
-        warnings.warn(
-            f"precision={precision!r} runs on Hopper GPUs (H100, H200), and there is none: attention will be dense",
-            stacklevel=4,
-        )
+    reason = _why_no_kernels(settings)
+    if reason is not None:
+        warnings.warn(f"attention will be dense, for lack of kernels: {reason}", stacklevel=4)
     if any(ATTRIBUTE in vars(model) for model in models.values()):
         warnings.warn("rainfusion was enabled here already: the new settings replace the old ones", stacklevel=4)
 
 
-def _has_hopper() -> bool:
-    return torch.cuda.is_available() and any(
-        torch.cuda.get_device_capability(device) == (9, 0) for device in range(torch.cuda.device_count())
-    )
+def _why_no_kernels(settings: Settings) -> str | None:
+    """Why no backend has kernels of this precision on any device here, for a usual call; None if one has."""
+    if settings.method.precision == "native":
+        return None
+    size, reasons = (1, 1, 128, 128), []
+    call = Call(settings.method.for_frames(1), Geometry(), 1.0, False, settings.backend, False, False, False, False)
+    for device in [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [
+        torch.device("cpu")
+    ]:
+        name, reasons = backends.find(call, Shapes(size, size, torch.bfloat16, device))
+        if name is not None:
+            return None
+    return f"{'; '.join(reasons)} (precision={settings.method.precision!r})"
 
 
 @contextmanager

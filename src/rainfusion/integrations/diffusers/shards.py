@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rainfusion.calls import Inputs
-from rainfusion.integrations.decider import Decider, Dense, plain_key_mask
+from rainfusion.integrations.decider import Decider, Dense, checked, plain_key_mask
 from rainfusion.integrations.diffusers.models import Model
 from rainfusion.integrations.scenes import Scene
 
@@ -49,7 +49,9 @@ def attend(
     if decider.observer is not None:
         raise Dense.unsupported("calibration needs the whole sequence in one process")
     streams = _streams(q.shape[2], scene, row, config)
-    way = decider.way(layer, scene, _whole(q, k, v, streams.length), scale)
+    keys = _whole_key_mask(attn_mask, q, k, streams, config)
+    all_q, all_k, all_v = _whole((q, k, v), streams.length)
+    way = decider.way(layer, scene, checked(all_q, all_k, all_v, keys), scale)
     if way.call.method.target_error:
         raise Dense.unsupported("target_error needs all queries, and other processes have some of them")
     if q.shape[1] % config.ulysses_degree or k.shape[1] % config.ulysses_degree:
@@ -58,27 +60,23 @@ def attend(
         q,
         k,
         v,
-        _whole_key_mask(attn_mask, q, k, streams, config),
+        keys,
         ulysses_group=config._ulysses_mesh.get_group() if config.ulysses_degree > 1 else None,
         ring_group=config._ring_mesh.get_group() if config.ring_degree > 1 else None,
         sizes=streams.sizes,
         order=streams.order,
-        method=way.call.method,
-        geometry=way.call.geometry,
-        scale=scale,
-        backend=way.plan.backend,
+        call=way.call,
         input_layout="BNSD",
     )
     decider.tally.sparse(layer, way.words)
     return out
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, length: int) -> Inputs:
+def _whole(shards: Sequence[Tensor], length: int) -> list[Tensor]:
     """Tensors of the shapes that the whole sequence has, without values."""
-    if {x.shape[2] for x in (q, k, v)} != {q.shape[2]} or v.shape != k.shape:
-        raise Dense.unsupported(f"q, k and v have the shapes {[list(x.shape) for x in (q, k, v)]}: not self-attention")
-    all_q, all_k, all_v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (q, k, v))
-    return Inputs(all_q, all_k, all_v)
+    if len({x.shape[2] for x in shards}) > 1:
+        raise Dense.unsupported(f"q, k and v have the shapes {[list(x.shape) for x in shards]}: not self-attention")
+    return [x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in shards]
 
 
 def _streams(local: int, scene: Scene, row: Model, config: Any) -> Streams:
@@ -128,8 +126,8 @@ def _whole_key_mask(attn_mask: Any, q: Tensor, k: Tensor, streams: Streams, conf
     if attn_mask is None:
         return None
     if isinstance(attn_mask, Tensor) and attn_mask.shape[-1] == streams.length != q.shape[2]:
-        whole = _whole(q, k, k, streams.length)
-        return plain_key_mask(attn_mask, whole.q, whole.k)
+        all_q, all_k = _whole((q, k), streams.length)
+        return plain_key_mask(attn_mask, all_q, all_k)
     keys = plain_key_mask(attn_mask, q, k)
     assert keys is not None
     local = keys.new_zeros((keys.shape[0], max(streams.sizes)))
