@@ -286,11 +286,10 @@ def _why_no_kernels(settings: Settings) -> str | None:
     """Why no backend has kernels of this precision on any device here, for a usual call; None if one has."""
     if settings.method.precision == "native":
         return None
-    size, reasons = (1, 1, 128, 128), []
+    size, reasons = (1, 1, 128, 128), list[str]()
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [torch.device("cpu")]
     call = Call(settings.method.for_frames(1), Geometry(), 1.0, False, settings.backend, False, False, False, False)
-    for device in [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [
-        torch.device("cpu")
-    ]:
+    for device in devices:
         name, reasons = backends.find(call, Shapes(size, size, torch.bfloat16, device))
         if name is not None:
             return None
