@@ -104,8 +104,12 @@ def test_the_table_of_enable_is_complete():
 class MyTransformer(torch.nn.Module):
     class Block(torch.nn.Module):
         class Attention(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.project = torch.nn.Linear(32, 32)
+
             def forward(self, x):
-                q = x.unflatten(-1, (2, 16)).transpose(1, 2)
+                q = self.project(x).unflatten(-1, (2, 16)).transpose(1, 2)
                 return torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
         def __init__(self):

@@ -138,3 +138,13 @@ def test_behind_is_an_old_word_for_after():
     ):
         rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: [(2, 4, 6)], others="behind")
     assert models.MODELS["OwnModel"].others == "after"
+
+
+def test_a_misspelt_place_is_no_argument():
+    class Own(torch.nn.Module):
+        def forward(self, tokens, text, grid):
+            return tokens
+
+    call = dict(attention=["attn"], grid=lambda arguments, config: [(1, 2, 3)])
+    with pytest.raises(ValueError, match=r"argument of Own's forward \(tokens, text, grid\), got 'afterr'"):
+        rainfusion.register_model(Own, **call, others="afterr")

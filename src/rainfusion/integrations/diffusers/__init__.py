@@ -127,9 +127,8 @@ def enable(
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
             token_order, predictor, compensate and first_frame that it was measured with.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
-        changes: options of `Method` that differ from `method`: `sparsity` (None: 0.6 for images, 0.8 for video),
-            `precision`, `target_error`, `sparse_type` ... `compensate=None` is True with rf_v2. Where the first frame
-            is what a video is made from, `first_frame="keys"` is the careful choice.
+        changes: options of the method by name, such as `sparsity=0.8` or `predictor="mean"`, see `Method`. `sparsity`
+            left out is 0.6 for images and 0.8 for video; `compensate=None` is with rf_v2.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,6 +186,8 @@ def register_model(
         others = "after"
     if not isinstance(others, str):
         raise TypeError(f"others must be 'none', 'before', 'after' or the name of an argument, got {others!r}")
+    if isinstance(model, type) and others not in ("none", "before", "after"):
+        _check_argument(model, others)
     checks.choice("call", call, CALLS)
     MODELS[name] = Model(
         attention=globs,
@@ -195,3 +198,15 @@ def register_model(
         streams_apart=checks.flag("streams_apart", streams_apart),
         unless=(unless,) if isinstance(unless, str) else tuple(unless),
     )
+
+
+def _check_argument(model: type, name: str) -> None:
+    """A word that is misspelt is not taken for the name of an argument."""
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if name not in parameters and not takes_any:
+        known = ", ".join(other for other in parameters if other != "self")
+        raise ValueError(
+            f"others must be 'none', 'before', 'after' or the name of an argument of {model.__name__}'s forward "
+            f"({known}), got {name!r}"
+        )
