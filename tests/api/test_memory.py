@@ -21,11 +21,11 @@ def output_bytes(*shape):
 
 @pytest.mark.parametrize("grid", ["", ", latent_shape_q=[16, 32, 64]"])
 def test_a_long_sequence_stays_under_its_bound(grid):
-    """1x8x32768x128 fp32 at sparsity 0.8, whole call: 134 MB a tensor, 34 GB for a matrix of all logits."""
-    shape = (1, 8, 32768, 128)
+    """1x4x32768x128 fp32 at sparsity 0.8, whole call: 67 MB a tensor, 17 GB for a matrix of all logits."""
+    shape = (1, 4, 32768, 128)
     call = f"rainfusion.sparse_attention(q, k, v, sparse_type='rf_v2', sparsity=0.8{grid})"
     extra = extra_bytes(QKV.format(shape=shape), call) - output_bytes(*shape)
-    assert extra < 500 * MB  # the promise is 1.5 GB
+    assert extra < 400 * MB  # the promise is 1.5 GB
 
 
 def test_compensating_a_long_sequence_of_one_head_stays_under_its_bound():

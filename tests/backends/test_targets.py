@@ -48,6 +48,7 @@ def test_every_variant_compiles_and_fits(target):
     assert kernels_of(target) == set(re.findall(rf"^{target} +(\w+)", done.stdout, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_the_hopper_kernel_overlaps_softmax_and_products():
     """64 exponentials a lane and block. What the compiler moves, or does not keep in registers, costs a tenth.
 

@@ -44,7 +44,7 @@ def test_register_model():
         others="after",
         call="sdpa",
     )
-    model, tokens = OwnModel(), torch.randn(1, 3 * 16 * 24 + 30, 16)
+    model, tokens = OwnModel().eval(), torch.randn(1, 3 * 16 * 24 + 30, 16)
     with torch.no_grad():
         dense = model(tokens, (3, 16, 24))
         with rainfusion.enabled(model, sparsity=0.5, min_tokens=0) as handle:
@@ -77,7 +77,7 @@ def test_wrong_rows(kwargs, error, message):
 @pytest.mark.parametrize("found", [(2, 4, 6), None, [(2, 4)], [(2.5, 4, 6)], [(0, 4, 6)]])
 def test_a_grid_function_that_returns_something_else(found):
     rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: found, call="sdpa", unless="nothing")
-    model = OwnModel()
+    model = OwnModel().eval()
     rainfusion.enable(model)
     with torch.no_grad(), pytest.raises(ValueError, match=r"grid function must return \[\(t, h, w\), \.\.\.\], got"):
         model(torch.randn(1, 48, 16), (2, 4, 6))
@@ -86,7 +86,7 @@ def test_a_grid_function_that_returns_something_else(found):
 @pytest.mark.usefixtures("rows")
 def test_unless_takes_one_name():
     rainfusion.register_model(OwnModel, attention="blocks.*", grid=lambda *_: [(2, 4, 6)], call="sdpa", unless="size")
-    model = OwnModel()
+    model = OwnModel().eval()
     handle = rainfusion.enable(model, min_tokens=0)
     with torch.no_grad():
         model(torch.randn(1, 48, 16), (2, 4, 6))
@@ -97,7 +97,7 @@ def test_unless_takes_one_name():
 def test_a_forward_that_somebody_puts_back_is_scoped_again():
     """A module without a processor has our scope in its `forward`: others wrap it, and put back what they found."""
     rainfusion.register_model(OwnModel, attention=["blocks.*"], grid=lambda given, _: [given["size"]], call="sdpa")
-    model, tokens = OwnModel(), torch.randn(1, 2 * 16 * 24, 16)
+    model, tokens = OwnModel().eval(), torch.randn(1, 2 * 16 * 24, 16)
     attention = model.blocks[0]
     found = attention.forward
     attention.forward = functools.wraps(found)(lambda *args: found(*args))
@@ -122,7 +122,7 @@ def test_hooks_of_diffusers_around_a_module_without_a_processor():
     from diffusers.hooks import HookRegistry, ModelHook
 
     rainfusion.register_model(OwnModel, attention=["blocks.*"], grid=lambda given, _: [given["size"]], call="sdpa")
-    model = OwnModel()
+    model = OwnModel().eval()
     rainfusion.enable(model, min_tokens=0)
     registry = HookRegistry.check_if_exists_or_initialize(model.blocks[0])
     registry.register_hook(ModelHook(), "other")

@@ -168,6 +168,9 @@ def test_training_is_dense():
     assert torch.equal(gradient(model), usual)
     assert handle.stats().sparse_calls == 0
     assert next(iter(handle.stats().reasons)).startswith("the model is in training mode")
+    model.requires_grad_(False)  # what is trained may lie before the model
+    forward(model, inputs)
+    assert handle.stats().sparse_calls == 0
     model.eval()
     forward(model, inputs)
     assert handle.stats().sparse_calls == expected.calls

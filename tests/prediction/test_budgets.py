@@ -161,7 +161,7 @@ def test_the_sample_is_spread_over_rows_that_may_be_sparse():
     assert len(set(tokens.tolist())) == len(tokens) == error_curves.SAMPLES
 
 
-@pytest.mark.parametrize("backend", ["portable", "reference", "triton"])
+@pytest.mark.parametrize("backend", ["portable", "reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_target_error_is_met_with_as_few_blocks_as_that_takes(backend):
     q, k, v = structured()
     dense = sparse_attention(q, k, v)

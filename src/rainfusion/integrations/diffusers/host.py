@@ -115,7 +115,7 @@ class Host:
         if self.decider.needs_step:
             timestep = next((given[name] for name in _TIMESTEPS if name in given), None)
             step, steps = self.steps.current(timestep), self.steps.total()
-        self.decider.begin(self._scene(given, model), step=step, steps=steps, training=_is_trained(model))
+        self.decider.begin(self._scene(given, model), step=step, steps=steps, training=model.training)
         for layer in self._attachment.unreachable:
             self.decider.enter(layer)  # nobody else will
 
@@ -216,11 +216,6 @@ def enabled_through(pipeline: Any) -> list[Host]:
     """The hosts of transformers that were enabled with this pipeline."""
     hosts = [host for host in list(scope.HOSTS.values()) if isinstance(host, Host)]
     return [host for host in hosts if host.attached and host.steps.pipeline is pipeline]
-
-
-def _is_trained(model: nn.Module) -> bool:
-    """In training mode, and with something to train."""
-    return model.training and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _foreign(config: Any) -> str | None:
