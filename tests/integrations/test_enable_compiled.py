@@ -55,7 +55,7 @@ def test_a_compiled_model():
     assert ATTRIBUTE not in vars(model)
 
 
-@pytest.mark.parametrize("name", ["wan", "cogvideox", "sd3"])
+@pytest.mark.parametrize("name", ["wan", "cogvideox", pytest.param("sd3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["model", pytest.param("in place", marks=pytest.mark.slow), "blocks"])
 def test_enabling_after_compiling_and_running(name, how):
     torch._dynamo.reset()
@@ -79,7 +79,9 @@ def test_enabling_after_compiling_and_running(name, how):
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "cogvideox", "sd3", "mochi", "cosmos"])
-@pytest.mark.parametrize("how", ["model", pytest.param("in place", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize(
+    "how", ["model", *(pytest.param(how, marks=pytest.mark.slow) for how in ("in place", "blocks"))]
+)
 def test_a_full_graph(name, how):
     torch._dynamo.reset()
     model, inputs, expected = tiny_models.ALL[name]()

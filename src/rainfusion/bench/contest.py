@@ -193,8 +193,8 @@ class _Contest:
         if len(refusals) == len(precisions):
             raise ValueError(refusals[0])
 
-    def _enter_precision(self, runner: str, precision: str) -> None:
-        kwargs = {**self.kwargs, "backend": runner, "precision": precision}
+    def _enter_precision(self, backend_name: str, precision: str) -> None:
+        kwargs = {**self.kwargs, "backend": backend_name, "precision": precision}
         whole: list[Call] = [partial(rainfusion.sparse_attention, *qkv, **kwargs) for qkv in self.sets]
         mask: BlockMask | None = None
         stages: dict[str, Callable[[], list[Call]]] = {
@@ -203,9 +203,9 @@ class _Contest:
             "graph": lambda: [replayed(call, self.device) for call in whole],
         }
         for stage, make in stages.items():
-            name = f"{runner} {stage}"
+            name = f"{backend_name} {stage}"
             self.tell(f"{name} in {precision}")
-            reason = self._why_no_stage(stage, runner)
+            reason = self._why_no_stage(stage, backend_name)
             if reason is not None:
                 self.left_out[name] = reason
                 continue
@@ -217,8 +217,8 @@ class _Contest:
             except Exception as error:  # the other contenders still run, and the exit status tells
                 self.broken[f"{name} in {precision}"] = first_line(error)
 
-    def _why_no_stage(self, stage: str, runner: str) -> str | None:
-        reads_back = backends.get(runner).READS_BACK
+    def _why_no_stage(self, stage: str, backend_name: str) -> str | None:
+        reads_back = backends.get(backend_name).READS_BACK
         if stage == "kernel" and reads_back:
             return "it has no kernel to time alone"
         if stage == "graph" and reads_back:
@@ -339,8 +339,8 @@ class _Contest:
         q = self.sets[0][0]
         rows = []
         for contender, t in pairs:
-            runner, _, stage = contender.name.rpartition(" ")
-            kernel_ms = times.get(f"{runner} kernel{contender.precision}")
+            backend_name, _, stage = contender.name.rpartition(" ")
+            kernel_ms = times.get(f"{backend_name} kernel{contender.precision}")
             around = contender.ours and stage != "kernel" and kernel_ms is not None
             verdict = contender.verdict
             rows.append(
