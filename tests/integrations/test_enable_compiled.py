@@ -8,6 +8,8 @@ from helpers import tiny_models
 from helpers.enabling import blocks_of, forward, wide_wan
 from rainfusion.integrations.diffusers.host import ATTRIBUTE
 
+SLOW = pytest.mark.slow
+
 
 def test_compiled_blocks_are_one_graph_for_all_layers_and_steps():
     torch._dynamo.reset()
@@ -55,8 +57,8 @@ def test_a_compiled_model():
     assert ATTRIBUTE not in vars(model)
 
 
-@pytest.mark.parametrize("name", ["wan", "cogvideox", pytest.param("sd3", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["model", pytest.param("in place", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize("name", ["wan", "cogvideox", pytest.param("sd3", marks=SLOW)])
+@pytest.mark.parametrize("how", ["model", pytest.param("in place", marks=SLOW), "blocks"])
 def test_enabling_after_compiling_and_running(name, how):
     torch._dynamo.reset()
     model, inputs, expected = tiny_models.ALL[name]()
@@ -79,9 +81,7 @@ def test_enabling_after_compiling_and_running(name, how):
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "cogvideox", "sd3", "mochi", "cosmos"])
-@pytest.mark.parametrize(
-    "how", ["model", *(pytest.param(how, marks=pytest.mark.slow) for how in ("in place", "blocks"))]
-)
+@pytest.mark.parametrize("how", ["model", *(pytest.param(how, marks=SLOW) for how in ("in place", "blocks"))])
 def test_a_full_graph(name, how):
     torch._dynamo.reset()
     model, inputs, expected = tiny_models.ALL[name]()
