@@ -116,7 +116,7 @@ def grid(name: str, value: Any) -> Grid:
 
 
 def tensors(input_layout: Any, head_num: Any, **named: Any) -> list[Tensor]:
-    """q, k and, where there is one, v as [B, H, S, D] views."""
+    """q, k and v as [B, H, S, D] views."""
     choice("input_layout", input_layout, INPUT_LAYOUTS)
     for name, x in named.items():
         _check_dense(name, x)
@@ -165,11 +165,11 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Batch, heads and head dim of [B, H, S, D] views."""
     q_heads, k_heads = q.shape[1], k.shape[1]
     wrong = None
-    if v is not None and v.shape != k.shape:
+    if v.shape != k.shape:
         wrong = f"v must have k's shape, got {list(v.shape)}"
     elif k.shape[0] != q.shape[0]:
         wrong = f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from rainfusion import pipeline
-from rainfusion.autocast import own_precision
 from rainfusion.calls import Inputs
 from rainfusion.planning import Plan
 from rainfusion.prediction import error_curves
@@ -64,7 +63,7 @@ class Recorder:
     def add(self, layer: str, inputs: Inputs, plan: Plan) -> None:
         """One call, as `sparse_attention` would get it; every element of the batch counts as one."""
         request, scores = pipeline.block_scores(inputs, plan)
-        with own_precision(inputs.q.device):
+        with pipeline.alone_on(inputs.q.device):
             curves = error_curves.curves(request, scores)
         q, q_layout, k_layout = inputs.q, request.q_layout, request.k_layout
         norm = curves.squared_norm.double().sum(1)  # [B]
