@@ -79,7 +79,7 @@ class _Forward(NamedTuple):
     """What holds for all calls of a forward."""
 
     scene: Scene | Dense
-    why_dense: Dense | None  # the user wants this step dense
+    why_dense: Dense | None  # whatever the scene is: the user wants this step dense, say
 
 
 _NOT_BEGUN = _Forward(Dense.unsupported("the transformer's forward has not run"), None)
@@ -135,7 +135,13 @@ class Decider:
         return self.settings.needs_steps
 
     def begin(
-        self, scene: Scene | NoGrid, *, step: int | None = None, steps: int | None = None, training: bool = False
+        self,
+        scene: Scene | NoGrid,
+        *,
+        step: int | None = None,
+        steps: int | None = None,
+        dense: Dense | None = None,
+        training: bool = False,
     ) -> None:
         """At the start of a forward.
 
@@ -143,6 +149,7 @@ class Decider:
             scene: where the picture lies, or why that is not known.
             step: the number of the denoising step, from 0; read only if `needs_step`.
             steps: how many there are, if the host knows.
+            dense: why the whole forward is dense, where the host has a schedule of its own.
             training: the model is being trained: recomputed blocks must give the same as the first time.
         """
         found: Scene | Dense
@@ -152,7 +159,7 @@ class Decider:
             )
         else:
             found = Dense.unsupported(f"no grid: {scene}") if isinstance(scene, NoGrid) else scene
-        self._forward = _Forward(found, self._why_step_is_dense(step, steps))
+        self._forward = _Forward(found, self._why_step_is_dense(step, steps) if dense is None else dense.again())
         self._entered.clear()
         self._reached.clear()
 
@@ -217,7 +224,7 @@ class Decider:
         """
 
         def sparse() -> Tensor:
-            return self._sparse(layer, self.scene_for(layer, special), q, k, v, key_mask, scale, pairs_are_keys)
+            return self.attempt(layer, q, k, v, key_mask, scale=scale, special=special, pairs_are_keys=pairs_are_keys)
 
         return self.answer(layer, sparse, dense)
 
@@ -241,17 +248,20 @@ class Decider:
             raise self._forward.scene.again()
         return self._forward.scene
 
-    def _sparse(
+    def attempt(
         self,
         layer: int,
-        scene: Scene,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         key_mask: Any,
-        scale: float | None,
-        pairs_are_keys: bool,
+        *,
+        scale: float | None = None,
+        special: str | None = None,
+        pairs_are_keys: bool = False,
     ) -> Tensor:
+        """The sparse half of `attend`, for `answer`: the result, or the reason why it is dense, raised."""
+        scene = self.scene_for(layer, special)
         keys = plain_key_mask(key_mask, q, k, pairs_are_keys)
         inputs = checked(q, k, v, keys)
         way = self.way(layer, scene, inputs, scale)

@@ -35,7 +35,8 @@ class Host(NamedTuple):
         """
         found = found or self.version()
         here = f"{self.name} {found}" if found else f"{self.name} is not installed here, or of an unknown version:"
-        return f"rainfusion works with {self.name} {' and '.join(self.tested)}; {here} {what}"
+        tested = " and ".join(part for part in (", ".join(self.tested[:-1]), self.tested[-1]) if part)
+        return f"rainfusion works with {self.name} {tested}; {here} {what}"
 
     @contextmanager
     def names(self, found: str | None = None) -> Iterator[None]:

@@ -25,13 +25,14 @@ class Scene(NamedTuple):
     before: int | None = 0  # tokens before the first clip. None: all that are no clip's
     alone: bool = False  # the sequence holds nothing but clips
     gaps: tuple[int, ...] = ()  # tokens between each clip and the next; none: they follow each other
+    after: int | None = None  # tokens after the last clip. None: any number, or with `before` None, none
 
     @classmethod
     def of_clips(cls, clips: Sequence[Clip]) -> Scene:
         """From clips (start, t, h, w) that lie anywhere in the sequence, in order.
 
         >>> Scene.of_clips([(5, 1, 4, 6), (31, 2, 4, 6)])
-        Scene(grids=((1, 4, 6), (2, 4, 6)), before=5, alone=False, gaps=(2,))
+        Scene(grids=((1, 4, 6), (2, 4, 6)), before=5, alone=False, gaps=(2,), after=None)
         """
         ends = [start + math.prod(grid) for start, *grid in clips]
         gaps = tuple(clip[0] - end for end, clip in zip(ends, clips[1:], strict=False))
@@ -45,10 +46,11 @@ class Scene(NamedTuple):
     def place(self, length: int) -> Placed | None:
         """In a sequence of this length; None if it does not fit."""
         others = length - self.tokens - sum(self.gaps)
-        before = others if self.before is None else self.before
-        if others < 0 or others < before or (self.alone and others != 0):
+        before = others - (self.after or 0) if self.before is None else self.before
+        after = others - before
+        if before < 0 or after < 0 or (self.alone and others != 0) or self.after not in (None, after):
             return None
-        return Placed(self.grids, before, others - before, self.gaps)
+        return Placed(self.grids, before, after, self.gaps)
 
     def __str__(self) -> str:
         return in_words(self.grids)

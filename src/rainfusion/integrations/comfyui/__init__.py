@@ -1,0 +1,118 @@
+"""Sparse attention in ComfyUI, without a graph.
+
+    from rainfusion.integrations import comfyui
+    fast = comfyui.apply(model, sparsity=0.8)   # a MODEL, as UNETLoader gives it; the model itself stays as it was
+    ...                                         # sample with it
+    print(comfyui.stats(fast))
+
+The nodes do the same (`nodes`), and `FOLDER` is what to link into ComfyUI's custom_nodes. Importing this module
+imports nothing of ComfyUI.
+
+models         the transformers that are known: one row each
+session        what happens around their forwards and attention calls
+nodes          the nodes of the graph
+private_names  the one place that touches ComfyUI's names
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rainfusion import checks
+from rainfusion.integrations.comfyui import private_names
+from rainfusion.integrations.comfyui.models import find, register_model
+from rainfusion.integrations.comfyui.session import Session
+from rainfusion.integrations.settings import OnUnsupported, Settings, SkipLayers
+from rainfusion.integrations.stats import Stats
+from rainfusion.options import Method, Precision
+
+__all__ = ["FOLDER", "METHODS", "apply", "register_model", "remove", "stats"]
+
+FOLDER = Path(__file__).parent / "custom_node"
+
+Preset = Literal["recommended", "published", "adaptive"]
+METHODS: dict[str, Method] = {
+    "recommended": Method.recommended(),
+    "published": Method(sparse_type="rf_v2", sparsity=None),
+    "adaptive": Method.recommended(sparse_type="ada_bsa"),
+}
+
+
+def apply(
+    model: Any,
+    *,
+    sparsity: float | None = None,
+    dense_start: float = 0.0,
+    dense_end: float = 0.0,
+    skip_layers: SkipLayers = (),
+    precision: Precision = "native",
+    method: Preset | Method = "recommended",
+    min_tokens: int | None = None,
+    on_unsupported: OnUnsupported = "dense",
+    backend: str = "auto",
+) -> Any:
+    """A clone of a MODEL whose self-attention is sparse where that fits; applied twice, the later settings hold.
+
+    Args:
+        model: a MODEL, as ComfyUI's loaders and patching nodes return it. It stays as it is.
+        sparsity: the share of key blocks to skip, 0 to 1. None: by task, 0.6 for images and 0.8 for video. 0: every
+            call is answered as without this.
+        dense_start: this share of the schedule stays dense at its start, 0 to 1.
+        dense_end: this share of the schedule stays dense at its end, 0 to 1.
+        skip_layers: layers that stay dense, as ints or as text such as `"0-3,38"`.
+        precision: `"native"`; `"fp8"` and `"int8"` on Hopper GPUs.
+        method: `"recommended"`, `"published"` (RainFusion2.0 as it was published), `"adaptive"` (blocks by predicted
+            mass), or a `Method`, in which `sparsity` and `precision` are replaced if they are given.
+        min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
+        on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
+        backend: `"auto"`, or the name of the one that has to run.
+
+    Raises:
+        ValueError: the model's class is not known, or an argument is not allowed.
+    """
+    transformer = private_names.diffusion_model(model)
+    row = find(transformer)
+    changes: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
+    if precision != "native":
+        changes["precision"] = precision
+    settings = Settings.check(
+        method if isinstance(method, Method) else METHODS[checks.choice("method", method, tuple(METHODS))],
+        changes,  # type: ignore[arg-type]
+        skip_layers=skip_layers,
+        min_tokens=min_tokens,
+        on_unsupported=on_unsupported,
+        backend=backend,
+    )
+    session = Session(
+        transformer,
+        row,
+        settings,
+        checks.fraction("dense_start", dense_start, zero=True),
+        checks.fraction("dense_end", dense_end, zero=True),
+    )
+    clone = model.clone()
+    private_names.attach(clone, session.around_forward, session.before_run, session.after_run)
+    return clone
+
+
+def remove(model: Any) -> Any:
+    """A clone of a MODEL without what `apply` gave it."""
+    private_names.diffusion_model(model)
+    clone = model.clone()
+    private_names.detach(clone)
+    return clone
+
+
+def stats(model: Any) -> Stats:
+    """What the attention calls of the last run did; `print` it for a table. Waits for the device.
+
+    Raises:
+        ValueError: `apply` was not called for this model, nor for one that it was cloned from.
+    """
+    private_names.diffusion_model(model)
+    around = private_names.attached(model)
+    if around is None:
+        raise ValueError("model must be one that rainfusion.integrations.comfyui.apply, or the node, returned")
+    session: Session = around.__self__
+    return session.stats()

@@ -1,0 +1,150 @@
+"""One model with sparse attention in ComfyUI: what happens around its forwards and its attention calls.
+
+Nothing of it stays on the model between two forwards. While one runs, the modules that attend say which layer it is,
+and the attention calls of the forward come here; a call that is not sparse goes on to whoever would have had it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rainfusion.integrations.comfyui import private_names as comfy
+from rainfusion.integrations.comfyui.models import Model
+from rainfusion.integrations.decider import Decider, Dense
+from rainfusion.integrations.scenes import NoGrid, Scene
+from rainfusion.integrations.settings import Settings
+from rainfusion.integrations.stats import Stats
+
+_log = logging.getLogger("rainfusion")
+
+
+class Session:
+    """What `apply` puts on a model.
+
+    Args:
+        transformer: the diffusion model inside.
+        row: what is known of its class.
+        settings: what the user asked for.
+        dense_start: this share of the schedule stays dense at its start.
+        dense_end: this share of the schedule stays dense at its end.
+    """
+
+    def __init__(
+        self,
+        transformer: torch.nn.Module,
+        row: Model,
+        settings: Settings,
+        dense_start: float = 0.0,
+        dense_end: float = 0.0,
+    ) -> None:
+        kind, layers = type(transformer).__name__, row.layers(transformer)
+        if not layers:
+            raise ValueError(comfy.HOST.misfit(f"has no {' or '.join(row.attention)} in its {kind}", comfy.version()))
+        self.row, self.dense_start, self.dense_end = row, dense_start, dense_end
+        self.decider = Decider(settings, layers, model=kind)
+        self._sigmas = (float("inf"), float("-inf"))  # above the first and below the second it is dense
+        self._layer: int | None = None  # whose attention call comes next
+        self._previous: comfy.Override | None = None  # the override of another node
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # a run of a sampler
+
+    def before_run(self, patcher: Any) -> None:
+        """Counts begin again. The patcher is the one that runs: nodes behind ours may have changed its schedule."""
+        self.decider.reset()
+        start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
+        end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
+        self._sigmas = (start, end)
+
+    def after_run(self, patcher: Any) -> None:
+        """Also after an interrupt or an error."""
+        stats = self.decider.stats()
+        if stats.sparse_calls or stats.dense_calls:
+            _log.info("RainFusion, %s: %s", self.decider.model, stats.summary.replace("\n", "\n    "))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # a forward
+
+    def around_forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """ComfyUI's wrapper of the transformer's forward."""
+        given = comfy.arguments(executor, args, kwargs)
+        transformer, travelling = executor.class_obj, comfy.options(given)
+        self.decider.begin(
+            self._scene(given, transformer),
+            dense=self._why_dense(travelling),
+            training=transformer.training and torch.is_grad_enabled(),
+        )
+        self._previous = comfy.override_of(travelling)
+        with self._entering(transformer), comfy.overriding(travelling, self.override):
+            out = executor(*args, **kwargs)
+        self.decider.end(lambda layer: "its attention call did not come past: another node has replaced the block")
+        return out
+
+    def _scene(self, given: dict[str, Any], transformer: Any) -> Scene | NoGrid:
+        try:
+            return self.row.scene(given, transformer)
+        except NoGrid as why:
+            return NoGrid(*why.args)
+
+    def _why_dense(self, travelling: dict[str, Any]) -> Dense | None:
+        if not self.dense_start and not self.dense_end:
+            return None
+        sigma = comfy.sigma(travelling)
+        if sigma is None:
+            return Dense.unsupported(
+                "the sampler does not say how far it is, and dense_start or dense_end depends on it"
+            )
+        if sigma > self._sigmas[0]:
+            return Dense.asked("the start of the schedule is dense (dense_start)")
+        return Dense.asked("the end of the schedule is dense (dense_end)") if sigma < self._sigmas[1] else None
+
+    @contextmanager
+    def _entering(self, transformer: torch.nn.Module) -> Iterator[None]:
+        """While it lasts, modules that attend say so before they do."""
+        with ExitStack() as stack:
+            stack.callback(self._forget_layer)
+            for number, name in enumerate(self.decider.layers):
+                hook = transformer.get_submodule(name).register_forward_pre_hook(partial(self._enter, number))
+                stack.callback(hook.remove)
+            yield
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, layer: int, module: torch.nn.Module, args: Any) -> None:
+        self.decider.enter(layer)
+        self._layer = layer
+
+    def _forget_layer(self) -> None:
+        self._layer = self._previous = None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # an attention call
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def override(self, func: comfy.Override, *args: Any, **kwargs: Any) -> Tensor:
+        """ComfyUI's override of attention functions, `func` among them."""
+
+        def dense() -> Tensor:
+            return func(*args, **kwargs) if self._previous is None else self._previous(func, *args, **kwargs)
+
+        layer, self._layer = self._layer, None
+        return dense() if layer is None else self._attend(layer, comfy.attention(*args, **kwargs), dense)
+
+    def _attend(self, layer: int, call: comfy.Attention, dense: comfy.Override) -> Tensor:
+        def sparse() -> Tensor:
+            out = self.decider.attempt(layer, call.q, call.k, call.v, call.mask, scale=call.scale, special=call.special)
+            return call.result(out)
+
+        return self.decider.answer(layer, sparse, dense)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Of the last run. Waits for the device."""
+        return self.decider.stats()
