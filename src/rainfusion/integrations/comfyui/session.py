@@ -109,10 +109,11 @@ class Session:
     def _entering(self, transformer: torch.nn.Module) -> Iterator[None]:
         """While it lasts, modules that attend say so before they do."""
         with ExitStack() as stack:
-            stack.callback(self._forget_layer)
+            stack.callback(self._forget)
             for number, name in enumerate(self.decider.layers):
-                hook = transformer.get_submodule(name).register_forward_pre_hook(partial(self._enter, number))
-                stack.callback(hook.remove)
+                module = transformer.get_submodule(name)
+                stack.callback(module.register_forward_pre_hook(partial(self._enter, number)).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
             yield
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -120,7 +121,11 @@ class Session:
         self.decider.enter(layer)
         self._layer = layer
 
-    def _forget_layer(self) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._layer = None
+
+    def _forget(self) -> None:
         self._layer = self._previous = None
 
     # -----------------------------------------------------------------------------------------------------------------
