@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import comfy.model_patcher
 import comfy.supported_models as supported
 import torch
+from comfy.ldm.flux.model import FluxParams
+from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 
 TEXT = 64  # width of text embeddings
 CPU = torch.device("cpu")
+
+
+def known(parameters: type, config: dict[str, Any]) -> dict[str, Any]:
+    """Versions differ in the parameters of a model; `image_model` is for the choice of its class."""
+    names = {field.name for field in fields(parameters)} | {"image_model"}
+    return {name: value for name, value in config.items() if name in names}
 
 
 def patcher(kind: Any, **config: Any) -> Any:
@@ -59,11 +67,12 @@ def vace() -> Any:
 
 
 def flux() -> Any:
-    return patcher(
-        supported.Flux, image_model="flux", guidance_embed=True, in_channels=16, out_channels=16, vec_in_dim=32,
+    config = dict(
+        image_model="flux", guidance_embed=True, in_channels=16, out_channels=16, vec_in_dim=32,
         context_in_dim=TEXT, hidden_size=128, mlp_ratio=2.0, num_heads=2, depth=1, depth_single_blocks=2,
         axes_dim=[16, 24, 24], theta=10000, patch_size=2, qkv_bias=True, txt_ids_dims=[],
     )  # fmt: skip
+    return patcher(supported.Flux, **known(FluxParams, config))
 
 
 def qwen() -> Any:
@@ -74,12 +83,13 @@ def qwen() -> Any:
 
 
 def hunyuan() -> Any:
-    return patcher(
-        supported.HunyuanVideo, image_model="hunyuan_video", in_channels=16, out_channels=16, patch_size=[1, 2, 2],
+    config = dict(
+        image_model="hunyuan_video", in_channels=16, out_channels=16, patch_size=[1, 2, 2],
         vec_in_dim=32, context_in_dim=TEXT, hidden_size=128, mlp_ratio=2.0, num_heads=2, depth=1,
         depth_single_blocks=2, axes_dim=[16, 24, 24], theta=256, qkv_bias=True, guidance_embed=True, byt5=False,
         use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False, meanflow=False,
     )  # fmt: skip
+    return patcher(supported.HunyuanVideo, **known(HunyuanVideoParams, config))
 
 
 def z_image() -> Any:

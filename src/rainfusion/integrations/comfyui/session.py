@@ -23,6 +23,7 @@ from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats
 
 _log = logging.getLogger("rainfusion")
+_ROUNDING = 1e-5  # a step that begins at the end of dense_start is sparse, in fp32 too
 
 
 class Session:
@@ -61,7 +62,7 @@ class Session:
         self.decider.reset()
         start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
         end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
-        self._sigmas = (start, end)
+        self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 - _ROUNDING))
 
     def after_run(self, patcher: Any) -> None:
         """Also after an interrupt or an error."""
