@@ -12,7 +12,12 @@ api = node_api()
 io = api.io
 
 _CATEGORY = "model/patch"
-_ADVANCED = {"advanced": True}  # older versions know no such argument, and newer ones read it from here
+
+
+def _advanced(widget: Any) -> Any:
+    """Behind a fold, where the version has one; older ones have no argument for it."""
+    widget.extra_dict = {**(widget.extra_dict or {}), "advanced": True}
+    return widget
 
 
 class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
@@ -53,38 +58,42 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                     step=0.01,
                     tooltip="This share of the schedule has full attention at its end.",
                 ),
-                io.String.Input(
-                    "skip_layers",
-                    default="",
-                    optional=True,
-                    extra_dict=_ADVANCED,
-                    tooltip="Layers that keep full attention, such as 0-3,38. The report lists them in order.",
+                _advanced(
+                    io.String.Input(
+                        "skip_layers",
+                        default="",
+                        optional=True,
+                        tooltip="Layers that keep full attention, such as 0-3,38. The report lists them in order.",
+                    )
                 ),
-                io.Combo.Input(
-                    "precision",
-                    options=list(PRECISIONS),
-                    default="native",
-                    optional=True,
-                    extra_dict=_ADVANCED,
-                    tooltip="fp8 and int8 are faster still, on Hopper GPUs (H100, H200).",
+                _advanced(
+                    io.Combo.Input(
+                        "precision",
+                        options=list(PRECISIONS),
+                        default="native",
+                        optional=True,
+                        tooltip="fp8 and int8 are faster still, on Hopper GPUs (H100, H200).",
+                    )
                 ),
-                io.Combo.Input(
-                    "method",
-                    options=list(comfyui.METHODS),
-                    default="recommended",
-                    optional=True,
-                    extra_dict=_ADVANCED,
-                    tooltip="recommended: the best pictures for their time. published: RainFusion2.0 as it was "
-                    "published. adaptive: as many blocks as each head needs.",
+                _advanced(
+                    io.Combo.Input(
+                        "method",
+                        options=list(comfyui.METHODS),
+                        default="recommended",
+                        optional=True,
+                        tooltip="recommended: the best pictures for their time. published: RainFusion2.0 as it was "
+                        "published. adaptive: as many blocks as each head needs.",
+                    )
                 ),
-                io.Int.Input(
-                    "min_tokens",
-                    default=0,
-                    min=0,
-                    max=1_000_000,
-                    optional=True,
-                    extra_dict=_ADVANCED,
-                    tooltip="Shorter sequences keep full attention. 0: whatever is faster.",
+                _advanced(
+                    io.Int.Input(
+                        "min_tokens",
+                        default=0,
+                        min=0,
+                        max=1_000_000,
+                        optional=True,
+                        tooltip="Shorter sequences keep full attention. 0: whatever is faster.",
+                    )
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse attention; the one that came in stays as it is.")],

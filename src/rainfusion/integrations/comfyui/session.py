@@ -23,7 +23,7 @@ from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats
 
 _log = logging.getLogger("rainfusion")
-_ROUNDING = 1e-5  # a step that begins at the end of dense_start is sparse, in fp32 too
+_ROUNDING = 1e-5  # of noise levels: a step belongs to the part of the schedule that begins with it, in fp32 too
 
 
 class Session:
@@ -50,7 +50,7 @@ class Session:
             raise ValueError(comfy.HOST.misfit(f"has no {' or '.join(row.attention)} in its {kind}", comfy.version()))
         self.row, self.dense_start, self.dense_end = row, dense_start, dense_end
         self.decider = Decider(settings, layers, model=kind)
-        self._sigmas = (float("inf"), float("-inf"))  # above the first and below the second it is dense
+        self._sigmas = (float("inf"), float("-inf"))  # above the first, and from the second on, it is dense
         self._layer: int | None = None  # whose attention call comes next
         self._previous: comfy.Override | None = None  # the override of another node
 
@@ -62,7 +62,7 @@ class Session:
         self.decider.reset()
         start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
         end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
-        self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 - _ROUNDING))
+        self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 + _ROUNDING))
 
     def after_run(self, patcher: Any) -> None:
         """Also after an interrupt or an error."""
@@ -104,7 +104,7 @@ class Session:
             )
         if sigma > self._sigmas[0]:
             return Dense.asked("the start of the schedule is dense (dense_start)")
-        return Dense.asked("the end of the schedule is dense (dense_end)") if sigma < self._sigmas[1] else None
+        return Dense.asked("the end of the schedule is dense (dense_end)") if sigma <= self._sigmas[1] else None
 
     @contextmanager
     def _entering(self, transformer: torch.nn.Module) -> Iterator[None]:
