@@ -106,6 +106,19 @@ def test_a_patch_of_a_processor_s_class_is_one_of_its_own_class(name):
     assert handle.stats().sparse_calls == expected.calls
 
 
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_processors_made_of_our_class_are_let_go(name):
+    """Loading an adapter makes new ones, `type(processor)()`; the model may be disabled before it runs again."""
+    model, _, _ = tiny_models.ALL[name]()
+    holders = [module for module in model.modules() if hasattr(module, "processor")]
+    before = [type(module.processor) for module in holders]
+    rainfusion.enable(model, min_tokens=0)
+    for module in holders:
+        module.set_processor(type(module.processor)())
+    rainfusion.disable(model)
+    assert [type(module.processor) for module in holders] == before
+
+
 def test_a_processor_that_does_not_dispatch_is_counted():
     class Own:
         def __call__(self, attn, hidden_states, *args, **kwargs):
