@@ -49,8 +49,8 @@ def run(examples, **names):
 # examples in Python
 
 RUN_BELOW = {
-    "adding_a_model.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md", "several_gpus.md",
-    "sparse_attention.md", "sparsity.md",
+    "adding_a_model.md", "combinations.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md",
+    "several_gpus.md", "sparse_attention.md", "sparsity.md",
 }  # fmt: skip
 
 
@@ -77,19 +77,33 @@ def test_the_page_on_sparse_attention_runs():
         assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
 
 
-def test_the_page_on_diffusers_runs():
-    make, inputs, _ = PIPELINES["wan"]
-    pipe = make()
+@pytest.fixture
+def tiny_sequences(monkeypatch):
+    """The pipelines of the tests are tiny, and enabled nevertheless."""
     real = rainfusion.enable
 
-    def enable(pipe, *args, **kwargs):  # the pipeline of the tests is tiny
+    def enable(pipe, *args, **kwargs):
         return real(pipe, *args, **{"min_tokens": 0, **kwargs})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rainfusion, "enable", enable)
-        patch.setattr("rainfusion.integrations.diffusers.enable", enable)
-        names = run(blocks("python", DOCS["diffusers.md"]), pipe=pipe, inputs=inputs)
+    monkeypatch.setattr(rainfusion, "enable", enable)
+    monkeypatch.setattr("rainfusion.integrations.diffusers.enable", enable)
+
+
+def test_the_page_on_diffusers_runs(tiny_sequences):
+    make, inputs, _ = PIPELINES["wan"]
+    names = run(blocks("python", DOCS["diffusers.md"]), pipe=make(), inputs=inputs)
     assert names["stats"].sparse_calls > 0
+
+
+def test_the_page_on_combinations_runs(tiny_sequences):
+    make, inputs, _ = PIPELINES["wan"]
+    pipe = make()
+    names = run(blocks("python", DOCS["combinations.md"]), pipe=pipe, inputs=inputs)
+    stats = names["handle"].stats()
+    assert stats.sparse_calls > 0 and not stats.reasons
+    names["handle"].reset()
+    pipe(**inputs)
+    assert names["handle"].stats().sparse_calls == 4 * 2 * 2  # steps, forwards a step, layers
 
 
 def test_the_table_of_enable_is_complete():

@@ -107,17 +107,20 @@ def test_tensors_that_do_not_fit_are_dense_and_counted(change, reason):
         strict.attend(0, *tensors, None, lambda: result)
 
 
-def test_masks_of_pairs_are_dense():
+def test_masks_that_are_not_of_the_call_s_keys_are_dense():
     one = decider()
     one.begin(Scene((GRID,)))
     tensors = qkv()
     dense = Calls(*tensors)
     one.attend(0, *tensors, torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), dense)
     one.attend(0, *tensors, object(), dense)
-    assert dense.count == 2
-    assert set(one.stats().reasons) == {
-        "the model gave a mask for pairs of tokens, not for keys",
-        "the model gave a object of its own as a mask",
+    one.attend(0, *tensors, torch.ones(1, 1, 1, 2 * LENGTH, dtype=torch.bool), dense)
+    one.attend(0, *tensors, torch.ones(1, 1, 2 * LENGTH, dtype=torch.bool), dense)
+    assert dense.count == 4
+    assert one.stats().reasons == {
+        "the model gave a mask for pairs of tokens, not for keys": 1,
+        f"the model gave a mask for {2 * LENGTH} keys, and the call has {LENGTH}": 2,
+        "the model gave a object of its own as a mask": 1,
     }
 
 

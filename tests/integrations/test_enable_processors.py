@@ -73,6 +73,52 @@ def test_processors_that_are_swapped_are_found_again():
     assert all(vars(block.attn1.processor) == {} for block in model.blocks)
 
 
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_a_patch_of_a_processor_s_class_is_one_of_its_own_class(name):
+    """Others replace `type(processor).__call__`: it takes effect, calls still arrive, and it outlives ours."""
+    model, inputs, expected = tiny_models.ALL[name]()
+    processor = next(module.processor for module in model.modules() if hasattr(module, "processor"))
+    own = type(processor)
+    original, calls = own.__call__, []
+
+    def patched(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    handle = rainfusion.enable(model, min_tokens=0)
+    assert type(processor) is not own
+    try:
+        type(processor).__call__ = patched
+        type(processor).mark = 1
+        assert own.__call__ is patched and own.mark == 1
+        forward(model, inputs)
+        assert len(calls) >= expected.calls and handle.stats().sparse_calls == expected.calls
+        del type(processor).mark
+        assert not hasattr(own, "mark")
+        rainfusion.disable(model)
+        calls.clear()
+        forward(model, inputs)
+        assert len(calls) >= expected.calls
+    finally:
+        own.__call__ = original
+    with rainfusion.enabled(model, min_tokens=0) as handle:
+        forward(model, inputs)
+    assert handle.stats().sparse_calls == expected.calls
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_processors_made_of_our_class_are_let_go(name):
+    """Loading an adapter makes new ones, `type(processor)()`; the model may be disabled before it runs again."""
+    model, _, _ = tiny_models.ALL[name]()
+    holders = [module for module in model.modules() if hasattr(module, "processor")]
+    before = [type(module.processor) for module in holders]
+    rainfusion.enable(model, min_tokens=0)
+    for module in holders:
+        module.set_processor(type(module.processor)())
+    rainfusion.disable(model)
+    assert [type(module.processor) for module in holders] == before
+
+
 def test_a_processor_that_does_not_dispatch_is_counted():
     class Own:
         def __call__(self, attn, hidden_states, *args, **kwargs):

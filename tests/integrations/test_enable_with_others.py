@@ -1,5 +1,7 @@
 """Together with other libraries: those that spread a model over processes, and those that watch torch's functions."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 import rainfusion
 from helpers import tiny_models
 from helpers.enabling import CogVideoXAttnProcessor2_0, attention_dispatch, forward, snapshot
+from rainfusion.integrations.diffusers.models import MODELS
 
 
 class TwoProcesses(CogVideoXAttnProcessor2_0):
@@ -35,6 +38,17 @@ def test_fewer_heads_than_the_module_has_betray_other_parallelism():
     stats = handle.stats()
     assert (stats.sparse_calls, stats.dense_calls) == (0, 2 * expected.calls)
     assert "heads: something spreads the model over processes" in next(iter(stats.reasons))
+
+
+def test_half_a_sequence_holds_no_video_also_where_the_text_is_longer():
+    """Others that spread a model by torch's attention function leave each process its part of text and video."""
+    model, inputs, expected = tiny_models.ALL["cogvideox"]()
+    video = math.prod(expected.grid)
+    text = 2 * video
+    inputs["encoder_hidden_states"] = torch.randn(2, text, 8)
+    scene = MODELS["CogVideoXTransformer3DModel"].scene(inputs, model.config)
+    assert scene.place(text + video).before == text
+    assert scene.place((text + video) // 2) is None
 
 
 class ForeignContext:

@@ -380,11 +380,13 @@ def plain_key_mask(attn_mask: Any, q: Tensor, k: Tensor, pairs_are_keys: bool = 
         raise Dense.unsupported(f"the model gave a {type(attn_mask).__name__} of its own as a mask")
     batch, k_len = q.shape[0], k.shape[2]
     mask, shape = attn_mask, list(attn_mask.shape)
-    if mask.dim() == 4 and shape[1] == 1 and shape[3] == k_len and (shape[2] == 1 or pairs_are_keys):
+    if mask.dim() == 4 and shape[1] == 1 and (shape[2] == 1 or pairs_are_keys):
         mask = mask[:, 0, 0]
     elif mask.dim() == 3 and shape[1] == 1:
         mask = mask[:, 0]
-    if mask.dim() != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != k_len:
+    if mask.dim() == 2 and mask.shape[1] != k_len:  # of a sequence that others share out, say
+        raise Dense.unsupported(f"the model gave a mask for {mask.shape[1]} keys, and the call has {k_len}")
+    if mask.dim() != 2 or mask.shape[0] not in (1, batch):
         raise Dense.unsupported("the model gave a mask for pairs of tokens, not for keys")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         mask = mask.bool()

@@ -102,6 +102,7 @@ class Attachment:
                 layer.processor = getattr(layer.module, "processor", None)
         self._release(self._layers)
         for layer in self._layers:
+            scope.take_off(getattr(layer.module, "processor", None))  # adapters may make theirs of our class
             layer.module.__dict__.pop(LAYER, None)
         self._layers, self._links = [], []
 

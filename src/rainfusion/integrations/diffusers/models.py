@@ -85,7 +85,10 @@ MODELS: dict[str, Model] = {
         ("transformer_blocks.*.attn",), latent_shape(patch=_PATCHES), "after", pairs_are_keys=True
     ),
     "CogVideoXTransformer3DModel": Model(
-        ("transformer_blocks.*.attn1",), latent_shape(axes=(1, 3, 4), patch=_PATCHES), "before", call="sdpa"
+        ("transformer_blocks.*.attn1",),
+        latent_shape(axes=(1, 3, 4), patch=_PATCHES),
+        "encoder_hidden_states",  # "before" would fit half a sequence, too, where the text is the longer part
+        call="sdpa",
     ),
     "LTXVideoTransformer3DModel": Model(
         ("transformer_blocks.*.attn1",), numbers("num_frames", "height", "width")

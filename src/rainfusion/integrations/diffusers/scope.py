@@ -111,14 +111,30 @@ def scoped(kind: type, arrival: Arrival) -> type:
     def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(getattr(attn, LAYER, None), through_torch, kind.__call__, (self, attn, *args), kwargs)
 
-    members: dict[str, Any] = {"__call__": __call__, "_rainfusion_scoped": kind, "__module__": kind.__module__}
+    members: dict[str, Any] = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if arrival == "dispatch" and hasattr(kind, BACKEND):
         ours = private_names.backend(attention)
         members[BACKEND] = property(lambda self: ours, _set_backend, _delete_backend)
-    made = type(kind)(kind.__name__, (kind,), members)
-    made.__qualname__ = kind.__qualname__
+    made: type = _transparent(type(kind))(kind.__name__, (kind,), members)
+    made._rainfusion_scoped = kind  # type: ignore[attr-defined]
     private_names.register_like(kind, made)
     return made
+
+
+@cache
+def _transparent(meta: Any) -> Any:
+    """A metaclass: what others set on `type(processor)` while ours is on goes to the processor's own class.
+
+    There it takes effect through ours, which asks that class at each call, and stays when ours is taken off.
+    """
+
+    def __setattr__(kind: type, name: str, value: Any) -> None:
+        meta.__setattr__(unscoped(kind), name, value)
+
+    def __delattr__(kind: type, name: str) -> None:
+        meta.__delattr__(unscoped(kind), name)
+
+    return type(meta.__name__, (meta,), {"__setattr__": __setattr__, "__delattr__": __delattr__})
 
 
 def _set_backend(processor: Any, backend: Any) -> None:
