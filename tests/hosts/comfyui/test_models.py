@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import inspect
 import math
 import weakref
+from functools import partial
 
 import comfy.model_management
 import pytest
@@ -114,8 +118,6 @@ def test_a_model_is_let_go(sample):
     comfy.model_management.unload_all_models()
     del model, fast
     comfy.model_management.cleanup_models_gc()
-    import gc
-
     gc.collect()
     assert gone() is None
 
@@ -163,3 +165,44 @@ def test_compiled_it_gives_the_same(sample):
     stats = comfyui.stats(compiled)
     assert (stats.sparse_calls, stats.dense_calls) == (4, 0), str(stats)
     assert torch.allclose(out, sparse, atol=1e-4) and math.isfinite(out.abs().max())
+
+
+def _by(module: str, node: str, **inputs):
+    """A node of ComfyUI, as a function of a MODEL."""
+    execute = getattr(importlib.import_module(f"comfy_extras.{module}"), node).execute
+    known = {name: value for name, value in inputs.items() if name in inspect.signature(execute).parameters}
+    return lambda model: execute(model=model, **known).args[0]
+
+
+CACHE = dict(reuse_threshold=0.8, start_percent=0.1, end_percent=0.95, verbose=False)
+GUIDED = dict(double_layers="1", single_layers="", start_percent=0.0, end_percent=1.0)
+WINDOWS = dict(
+    context_length=9, context_overlap=4, context_schedule="standard_static", context_stride=1, closed_loop=False,
+    fuse_method="pyramid", freenoise=False,
+)  # fmt: skip
+OTHERS = {
+    "EasyCache": (_by("nodes_easycache", "EasyCacheNode", **CACHE), 8, (5, 16, 24)),
+    "LazyCache": (_by("nodes_easycache", "LazyCacheNode", **CACHE), 6, (5, 16, 24)),
+    "skipped layers": (_by("nodes_slg", "SkipLayerGuidanceDiTSimple", **GUIDED), 18, (5, 16, 24)),
+    "windows of frames": (_by("nodes_context_windows", "WanContextWindowsManualNode", **WINDOWS), 24, (3, 16, 24)),
+}
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_together_with_other_nodes(sample, other, first):
+    """At sparsity 0 the other alone; else the calls that it leaves are sparse, in the grid that it leaves."""
+    row = tiny.MODELS["wan"]
+    model = row.make()
+    put_on, calls, grid = OTHERS[other]
+
+    def both(sparsity):
+        with_us = partial(comfyui.apply, sparsity=sparsity, min_tokens=0)
+        return put_on(with_us(model)) if first == "ours" else with_us(put_on(model))
+
+    assert torch.equal(sample(both(0.0), row, steps=6), sample(put_on(model), row, steps=6))
+    fast = both(0.7)
+    sample(fast, row, steps=6)
+    stats = comfyui.stats(fast)
+    assert (stats.sparse_calls, stats.dense_calls) == (calls, 0), str(stats)
+    assert list(stats.layouts) == [f"grid {'x'.join(map(str, grid))}"]
