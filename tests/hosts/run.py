@@ -1,6 +1,6 @@
 """Runs the tests with real hosts: `python tests/hosts/run.py [NAME ...]`, or `make test-hosts`.
 
-A host is a folder here with a `requirements.txt` and tests. Each gets a virtual environment of its own in `.hosts/NAME`,
+A host is a folder here with a `requirements.txt` and tests. Each gets a virtual environment of its own, `.hosts/NAME`,
 made the first time and again when its list changes: the list as it stands, without what it would pull in, then this
 checkout, so that its entry points are found as a user's would be. PIP_ARGS are given to pip, as in the Makefile.
 """

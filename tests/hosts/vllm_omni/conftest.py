@@ -1,4 +1,4 @@
-"""vLLM-Omni on a CPU: its missing pieces, its plug-ins loaded as it does in a worker, and no count from another test."""
+"""vLLM-Omni on a CPU: the pieces that it lacks there, its plug-ins loaded as in a worker, counts that begin anew."""
 
 import os
 import sys

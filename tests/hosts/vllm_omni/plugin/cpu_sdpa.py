@@ -1,4 +1,4 @@
-"""vLLM-Omni's backend for torch's attention, whose implementation does not know this platform: the one for GPUs runs."""
+"""vLLM-Omni's backend for torch's attention, which does not know this platform: its way for GPUs runs."""
 
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
