@@ -37,6 +37,11 @@ class Host(NamedTuple):
         here = f"{self.name} {found}" if found else f"{self.name} is not installed here, or of an unknown version:"
         return f"rainfusion works with {self.name} {' and '.join(self.tested)}; {here} {what}"
 
+    def untested(self) -> str | None:
+        """A sentence, if the installed version is none of those that were tested."""
+        found = self.version()
+        return None if found in self.tested else self.misfit("is not among those that were tested", found)
+
     @contextmanager
     def names(self, found: str | None = None) -> Iterator[None]:
         """Around imports and look-ups of the host's names: one that is missing is an ImportError in a sentence."""

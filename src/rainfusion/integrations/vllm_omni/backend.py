@@ -14,7 +14,7 @@ from rainfusion.integrations.vllm_omni import ENGINE, private_names, rules
 AttentionBackend, AttentionImpl = private_names.base_classes()
 
 
-class RainfusionBackend(AttentionBackend):  # type: ignore[misc, valid-type] # bases that a type checker does not see
+class RainfusionBackend(AttentionBackend):  # type: ignore[misc, valid-type] # a base that type checkers do not see
     """Sparse calls are rainfusion's, dense ones those of the platform's own backend, and so is what masks it takes."""
 
     accept_output_buffer = True
@@ -40,7 +40,7 @@ class RainfusionBackend(AttentionBackend):  # type: ignore[misc, valid-type] # b
         return bool(private_names.dense_backend().supports_packed_mask_free())
 
 
-class RainfusionImpl(AttentionImpl):  # type: ignore[misc, valid-type] # bases that a type checker does not see
+class RainfusionImpl(AttentionImpl):  # type: ignore[misc, valid-type]
     """One attention layer."""
 
     # vLLM-Omni asks before a model is made; on other devices the first sparse call says what is missing
@@ -62,7 +62,7 @@ class RainfusionImpl(AttentionImpl):  # type: ignore[misc, valid-type] # bases t
         self.options = rules.Options.of(backend_kwargs)
         ring, allgather = private_names.degrees()
         rules.check_layer(self.options, causal=causal, qkv_layout=qkv_layout, ring=ring, allgather=allgather)
-        misfit = private_names.misfit()
+        misfit = private_names.HOST.untested()
         if misfit is not None:
             ENGINE.warn(misfit)
         self.qkv_layout, self.number = qkv_layout, rules.layer_number(prefix)

@@ -50,12 +50,6 @@ def base_classes() -> tuple[Any, Any]:
         return abstract.AttentionBackend, abstract.AttentionImpl
 
 
-def misfit() -> str | None:
-    """A sentence for a version that was not tested, though it has all names."""
-    found = HOST.version()
-    return None if found in HOST.tested else HOST.misfit("is not among those that were tested", found)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # dense attention
 
