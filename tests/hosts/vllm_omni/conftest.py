@@ -1,5 +1,6 @@
 """vLLM-Omni on a CPU: the pieces that it lacks there, its plug-ins loaded as in a worker, counts that begin anew."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ def fresh_counts():
 
     from rainfusion.integrations import vllm_omni
 
+    gc.collect()  # the layers of other tests
     torch.manual_seed(0)
     vllm_omni.ENGINE.reset()
     cpu_sdpa.CALLS.clear()

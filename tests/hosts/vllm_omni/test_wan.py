@@ -87,7 +87,6 @@ def test_chosen_for_all_roles_cross_attention_is_dense(vllm_config):
 
 
 def test_two_transformers_of_one_pipeline(vllm_config):
-    gc.collect()  # the models of other tests
     first, second = build(vllm_config, SPARSE), build(vllm_config, SPARSE)
     run(first, vllm_config, SPARSE, 1)
     run(second, vllm_config, SPARSE, 2)
