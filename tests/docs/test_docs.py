@@ -50,7 +50,7 @@ def run(examples, **names):
 
 RUN_BELOW = {
     "adding_a_model.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md", "several_gpus.md",
-    "sparse_attention.md", "sparsity.md",
+    "sglang.md", "sparse_attention.md", "sparsity.md", "vllm_omni.md",
 }  # fmt: skip
 
 
@@ -163,6 +163,14 @@ def test_the_page_on_migrating_runs():
     finally:
         mindiesd.uninstall()
     assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+@pytest.mark.parametrize("engine", ["vllm_omni", "sglang"])
+def test_the_pages_on_serving_engines_run(engine, capsys):
+    """Their commands: tests/hosts."""
+    names = run(blocks("python", DOCS[f"{engine}.md"]))
+    assert isinstance(names["stats"], rainfusion.Stats)
+    assert capsys.readouterr().out.startswith("0 sparse and 0 dense attention calls")
 
 
 @pytest.mark.parametrize("page", ["quantised.md", "sparsity.md"])

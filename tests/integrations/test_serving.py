@@ -194,6 +194,18 @@ def test_the_end_of_a_run_is_said_with_what_it_did(engine, caplog):
     assert engine.stats().reasons == {"the first steps are dense": 8}
 
 
+def test_of_several_processes_the_first_one_speaks(engine, caplog, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    layer = engine.layer("blocks.0")
+    caplog.set_level("INFO")
+    for rank, lines in ((1, 0), (0, 2)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        for step in (0, 1, 0):
+            layer.attend(METHOD, Scene((GRID,)), *qkv(), pytest.fail, step=step)
+        assert len(messages(caplog)) == lines and engine.stats().sparse_calls == 3
+        engine.reset()
+
+
 def test_steps_of_several_requests_in_turn_do_not_flood_the_log(engine, caplog):
     layer = engine.layer("blocks.0")
     caplog.set_level("INFO")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rainfusion.calls import Inputs
@@ -92,6 +93,8 @@ class Engine:
         if self._has_been_sparse:
             return
         self._has_been_sparse = True
+        if not _speaks():
+            return
         batch, heads, tokens, size = inputs.q.shape
         method = way.call.method
         self._log.info(
@@ -112,6 +115,8 @@ class Engine:
 
     def _summarise(self) -> None:
         """What was counted since the last time."""
+        if not _speaks():
+            return
         stats = self._stats(layer.tally for layer in self._in_order())
         if stats.sparse_calls or stats.dense_calls:
             self._log.info("rainfusion in %s: %s", self.name, stats.summary)
@@ -225,6 +230,11 @@ class Layer:
         self.tally = Tally(1)
         for decider in self._deciders.values():
             decider.tally = self.tally
+
+
+def _speaks() -> bool:
+    """Of several processes that run a model together, the first one does."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _told_apart(names: list[str]) -> list[str]:

@@ -1,5 +1,8 @@
 """SGLang's own Wan transformer, tiny and with random weights, 6,144 tokens: sparse steps, dense steps, compiled."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from sglang.multimodal_gen.configs.models.dits.wanvideo import WanVideoArchConfig, WanVideoConfig
@@ -72,3 +75,14 @@ def test_compiled_models_give_the_same(build, stage):
             torch.testing.assert_close(run(compiled, stage(step, LATENTS), step), wanted[step])
         assert (sglang.stats().sparse_calls, sglang.stats().dense_calls) == (2, 2)
         assert counters["stats"]["unique_graphs"] >= 2  # before attention, and after it
+
+
+def test_the_log_says_what_the_page_shows(build, stage, caplog):
+    page = (Path(__file__).parents[3] / "docs" / "sglang.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    caplog.set_level("INFO")
+    model = build()
+    for step in (0, 1, 0):
+        run(model, stage(step, LATENTS), step)
+    lines = [record.getMessage() for record in caplog.records if record.name == "sglang.rainfusion"]
+    assert "\n".join(lines) == shown

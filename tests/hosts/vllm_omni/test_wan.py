@@ -1,6 +1,9 @@
 """vLLM-Omni's own Wan transformer, tiny and with random weights, 6,144 tokens: sparse steps, dense steps, compiled."""
 
 import gc
+import logging
+import re
+from pathlib import Path
 
 import cpu_sdpa
 import pytest
@@ -32,8 +35,8 @@ def config(attention):
     return OmniDiffusionConfig(dtype=torch.float32, diffusion_attention_config=AttentionConfig(**attention))
 
 
-SPARSE = {"per_role": {"self": {"backend": "RAINFUSION_ATTN", "block_sparse": {"sparsity": 0.7, "start_step": 1}}}}
-EVERYWHERE = {"default": {"backend": "RAINFUSION_ATTN", "block_sparse": {"sparsity": 0.7, "start_step": 1}}}
+SPARSE = {"per_role": {"self": {"backend": "RAINFUSION_ATTN", "block_sparse": {"sparsity": 0.8, "start_step": 1}}}}
+EVERYWHERE = {"default": {"backend": "RAINFUSION_ATTN", "block_sparse": {"sparsity": 0.8, "start_step": 1}}}
 
 
 def build(vllm_config, attention):
@@ -110,3 +113,15 @@ def test_compiled_blocks_give_the_same(vllm_config):
     stats = vllm_omni.stats()
     assert (stats.sparse_calls, stats.dense_calls) == (2, 2)
     assert counters["stats"]["unique_graphs"] >= 2  # before attention, and after it
+
+
+def test_the_log_says_what_the_page_shows(vllm_config, caplog, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "vllm_omni.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO")
+    model = build(vllm_config, SPARSE)
+    for step in (0, 1, 0):
+        run(model, vllm_config, SPARSE, step)
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm_omni.rainfusion"]
+    assert "\n".join(lines) == shown
