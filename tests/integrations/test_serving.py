@@ -182,7 +182,7 @@ def test_the_end_of_a_run_is_said_with_what_it_did(engine, caplog):
     first, second = engine.layer("blocks.0"), engine.layer("blocks.1")
     why = Dense.asked("the first steps are dense")
     caplog.set_level("INFO")
-    for run in range(2):
+    for run in range(3):
         for step in (0, 0, 1, 2):  # two calls of a step: with a prompt, and without
             for layer in (first, second):
                 layer.attend(METHOD, Scene((GRID,)) if step else why, *qkv(), lambda: None, step=step)
@@ -190,8 +190,9 @@ def test_the_end_of_a_run_is_said_with_what_it_did(engine, caplog):
     summary = messages(caplog)[1]
     assert summary.startswith("rainfusion in Example: 4 sparse and 4 dense attention calls")
     assert "dense: 4 calls: the first steps are dense" in summary
-    assert engine.stats().sparse_calls == 8 and engine.stats().dense_calls == 8
-    assert engine.stats().reasons == {"the first steps are dense": 8}
+    assert messages(caplog)[2] == summary
+    assert engine.stats().sparse_calls == 12 and engine.stats().dense_calls == 12
+    assert engine.stats().reasons == {"the first steps are dense": 12}
 
 
 def test_of_several_processes_the_first_one_speaks(engine, caplog, monkeypatch):

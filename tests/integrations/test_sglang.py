@@ -232,6 +232,15 @@ def test_a_platform_without_the_method_is_a_warning(host, monkeypatch, caplog):
     assert "Platform.get_attn_backend_cls_str" in caplog.records[0].getMessage() and host.hooks == []
 
 
+def test_a_version_that_takes_other_arguments_is_a_warning(host, monkeypatch, caplog):
+    host.version = "0.99"
+    plugins = sys.modules["sglang.multimodal_gen.runtime.platforms.plugins"]
+    monkeypatch.setattr(plugins, "plugin_hook", lambda target: None)
+    sglang.register()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "SGLang 0.99 does not take a backend (TypeError" in record.getMessage()
+
+
 def test_without_sglang_registering_is_a_warning(caplog):
     sglang.register()
     (record,) = caplog.records

@@ -109,6 +109,13 @@ def test_several_videos_in_their_order():
     spans = [Span(2200, (2, 32, 32), "target"), Span(10, (2, 32, 32), "reference")]
     found = rules.place(OPTIONS, Facts(layout=Layout(used=4300, spans=spans)))
     assert found == (Scene.of_clips([(10, 2, 32, 32), (2200, 2, 32, 32)]), 4300)
+    swapped = [span._replace(role=other.role) for span, other in zip(spans, reversed(spans), strict=True)]
+    assert rules.place(OPTIONS, Facts(layout=Layout(used=4300, spans=swapped))) == found
+
+
+def test_the_last_video_needs_no_rows_to_fill_its_last_block():
+    spans = [Span(0, (2, 32, 32), "reference"), Span(2048, (2, 30, 35), "target")]
+    assert rules.place(OPTIONS, Facts(layout=Layout(used=4148, spans=spans))).rows == 4148
 
 
 SPANS = [Span(0, (2, 32, 32), "reference"), Span(2100, (2, 32, 32), "target")]
@@ -300,6 +307,15 @@ def test_another_version_that_lacks_a_name_is_a_warning_and_nothing_is_registere
     (record,) = caplog.records
     assert record.levelname == "WARNING" and omni.registered == []
     assert record.getMessage().startswith("rainfusion works with vLLM-Omni 0.30.0; vLLM-Omni 0.12.0 lacks what is used")
+
+
+def test_a_version_that_takes_other_arguments_is_a_warning(omni, monkeypatch, caplog):
+    omni.version = "0.99"
+    registry = sys.modules["vllm_omni.diffusion.attention.backends.registry"]
+    monkeypatch.setattr(registry, "register_diffusion_backend", lambda backend: None)
+    vllm_omni.register()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "vLLM-Omni 0.99 does not take a backend (TypeError" in record.getMessage()
 
 
 def test_without_vllm_omni_registering_is_a_warning(caplog):

@@ -26,12 +26,29 @@ from torch import Tensor
 
 from rainfusion.calls import Inputs
 from rainfusion.integrations.decider import Decider, Dense, Kind, Way, checked, run
+from rainfusion.integrations.hosts import Host
 from rainfusion.integrations.scenes import Scene
 from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats, Tally
 from rainfusion.options import Method
 
 _NUMBERS = itertools.count()  # of layers, in the order in which they were made
+
+
+def register_with(host: Host, register: Callable[[], object]) -> None:
+    """What an engine calls in each of its processes, asked for or not: whatever goes wrong, the engine runs without us.
+
+    Args:
+        host: the engine.
+        register: tells it of our classes.
+    """
+    log = logging.getLogger("rainfusion")
+    try:
+        register()
+    except ImportError as error:  # a sentence, see `Host.names`
+        log.warning("%s", error)
+    except Exception as error:
+        log.warning("%s", host.misfit(f"does not take a backend ({type(error).__name__}: {error})"))
 
 
 class Engine:

@@ -10,9 +10,7 @@ imports nothing of it. Guide: docs/sglang.md.
 
 from __future__ import annotations
 
-import logging
-
-from rainfusion.integrations.serving import Engine
+from rainfusion.integrations.serving import Engine, register_with
 from rainfusion.integrations.sglang import private_names
 from rainfusion.integrations.stats import Stats
 
@@ -24,12 +22,11 @@ ENGINE = Engine(private_names.HOST.name, logger=private_names.LOGGER)
 def register() -> None:
     """Makes SGLang's `rain_fusion_attn` this one, but on Ascend NPUs, where it stays SGLang's own.
 
-    With an SGLang that lacks what is used of it, a warning says so, and nothing is registered.
+    With an SGLang that lacks what is used of it, a warning says so, and it runs without us.
     """
-    try:
-        private_names.register("rainfusion.integrations.sglang.backend.RainfusionBackend")
-    except ImportError as error:
-        logging.getLogger("rainfusion").warning("%s", error)
+    register_with(
+        private_names.HOST, lambda: private_names.register("rainfusion.integrations.sglang.backend.RainfusionBackend")
+    )
 
 
 def stats() -> Stats:

@@ -10,9 +10,7 @@ imports nothing of it. Guide: docs/vllm_omni.md.
 
 from __future__ import annotations
 
-import logging
-
-from rainfusion.integrations.serving import Engine
+from rainfusion.integrations.serving import Engine, register_with
 from rainfusion.integrations.stats import Stats
 from rainfusion.integrations.vllm_omni import private_names
 
@@ -24,12 +22,12 @@ ENGINE = Engine(private_names.HOST.name, logger=private_names.LOGGER, native="bl
 def register() -> None:
     """Makes vLLM-Omni's `RAINFUSION_ATTN` this one, but on Ascend NPUs, where it stays vLLM-Omni's own.
 
-    With a vLLM-Omni that lacks what is used of it, a warning says so, and nothing is registered.
+    With a vLLM-Omni that lacks what is used of it, a warning says so, and it runs without us.
     """
-    try:
-        private_names.register("rainfusion.integrations.vllm_omni.backend.RainfusionBackend")
-    except ImportError as error:
-        logging.getLogger("rainfusion").warning("%s", error)
+    register_with(
+        private_names.HOST,
+        lambda: private_names.register("rainfusion.integrations.vllm_omni.backend.RainfusionBackend"),
+    )
 
 
 def stats() -> Stats:
