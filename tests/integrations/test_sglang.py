@@ -271,6 +271,24 @@ def test_a_sparse_call_is_the_librarys(backend):
     assert sglang.stats().calls == {"blocks.3.attn1": (1, 0)}
 
 
+def test_the_step_tells_where_a_run_ends(backend, caplog):
+    caplog.set_level("INFO")
+    one = impl(backend)
+    for step in (0, 1, 0):
+        one.forward(*tensors(), metadata(backend, step=step))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rainfusion in SGLang: 0 sparse and 2 dense attention calls")
+    assert record.name == "sglang.rainfusion"
+
+
+def test_compiled_code_ends_before_attention(backend):
+    one, found, (q, k, v) = impl(backend), metadata(backend), tensors()
+    block = torch.compile(lambda q, k, v: one.forward(q * 2, k, v, found) + 1, backend="eager")
+    assert torch.equal(block(q, k, v), one.forward(q * 2, k, v, found) + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(one.forward, fullgraph=True, backend="eager")(q, k, v, found)
+
+
 def test_dense_calls_are_the_platforms(backend):
     one = impl(backend)
     assert one.forward(*tensors(), metadata(backend, step=1)) == "dense"

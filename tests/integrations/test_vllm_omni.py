@@ -348,6 +348,32 @@ def test_a_sparse_call_is_the_librarys(omni, backend):
     assert vllm_omni.stats().calls == {"blocks.3.attn1": (1, 0)}
 
 
+def test_padding_comes_back_as_it_was(omni, backend):
+    one, (q, k, v) = impl(backend), tensors(ROWS + 9)
+    out = one.forward(q, k, v, metadata())
+    assert torch.equal(out[:, ROWS:], q[:, ROWS:]) and vllm_omni.stats().layouts == {"grid 4x32x32": 1}
+
+
+def test_the_step_tells_where_a_run_ends(omni, backend, caplog):
+    caplog.set_level("INFO")
+    one = impl(backend, start_step=9)
+    for step in (0, 1, 0):
+        omni.at(step)
+        one.forward(*tensors(), metadata())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rainfusion in vLLM-Omni: 0 sparse and 2 dense attention calls")
+    assert record.name == "vllm_omni.rainfusion"
+
+
+def test_compiled_code_ends_before_attention(omni, backend):
+    one = impl(backend)
+    block = torch.compile(lambda q, k, v: one.forward(q * 2, k, v, metadata()) + 1, backend="eager")
+    q, k, v = tensors()
+    assert torch.equal(block(q, k, v), one.forward(q * 2, k, v, metadata()) + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(one.forward, fullgraph=True, backend="eager")(q, k, v, metadata())
+
+
 def test_dense_calls_are_the_platforms(omni, backend):
     one = impl(backend, start_step=1)
     omni.at(0)
