@@ -44,28 +44,36 @@ def passes(name: str) -> bool:
 def environment(name: str) -> Path:
     """The Python of the host's environment, which is made if it is not there as the list wants it."""
     folder = ENVIRONMENTS / name
-    python, stamp = folder / "bin" / "python", folder / "made-from"
-    wanted = list_of(name)
-    if stamp.exists() and stamp.read_text() == wanted:
-        say(name, f"{folder.relative_to(ROOT)} is as requirements.txt wants it")
-        return python
-    started = time.monotonic()
-    say(name, f"making {folder.relative_to(ROOT)}: a few hundred MB, minutes")
-    run(sys.executable, "-m", "venv", "--clear", folder)
+    python = folder / "bin" / "python"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     pip = (*pip, *shlex.split(os.environ.get("PIP_ARGS", "")))
-    run(*pip, "-r", HERE / name / "requirements.txt")
-    run(*pip, "-e", ROOT)
-    stamp.write_text(wanted)
-    size = sum(path.lstat().st_size for path in folder.rglob("*")) / 2**20
-    say(name, f"made in {time.monotonic() - started:.0f} s, {size:,.0f} MB")
+    wanted = HERE / name / "requirements.txt"
+    started = time.monotonic()
+    if is_new(folder / "made-from-list", wanted.read_text(), sys.version):
+        say(name, f"making {folder.relative_to(ROOT)}: a few hundred MB, minutes")
+        run(sys.executable, "-m", "venv", "--clear", folder)
+        run(*pip, "-r", wanted)
+        keep(folder / "made-from-list", wanted.read_text(), sys.version)
+        size = sum(path.lstat().st_size for path in folder.rglob("*")) / 2**20
+        say(name, f"made in {time.monotonic() - started:.0f} s, {size:,.0f} MB")
+    project = (ROOT / "pyproject.toml").read_text(), str(ROOT)
+    if is_new(folder / "made-from-project", *project):  # its entry points may have changed
+        run(*pip, "-e", ROOT)
+        keep(folder / "made-from-project", *project)
     return python
 
 
-def list_of(name: str) -> str:
-    """What an environment depends on: the list, the entry points of this checkout, where it is, and the Python."""
-    parts = [(HERE / name / "requirements.txt").read_text(), (ROOT / "pyproject.toml").read_text()]
-    return hashlib.sha256("\0".join([*parts, str(ROOT), sys.version]).encode()).hexdigest()
+def is_new(stamp: Path, *parts: str) -> bool:
+    """Whether a stamp is of something else than these parts."""
+    return not stamp.exists() or stamp.read_text() != _digest(parts)
+
+
+def keep(stamp: Path, *parts: str) -> None:
+    stamp.write_text(_digest(parts))
+
+
+def _digest(parts: tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def variables() -> dict[str, str]:
