@@ -3,7 +3,7 @@
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
 #   make test-gpu    the suite for an NVIDIA GPU, on a machine with one
-#   make test-hosts tests with the real hosts, each in an environment of its own in .hosts (a GB, minutes)
+#   make test-hosts  with the real hosts, each in an environment of its own in .hosts (a GB to fetch, minutes)
 #   make docs        the documentation site, into site/; stops at a warning or a dead link (seconds)
 #   make bench       time named shapes on this machine
 

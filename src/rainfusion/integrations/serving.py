@@ -210,9 +210,8 @@ class Layer:
             method = decider.settings.method
             if method.precision == "native" or why.kind is not Kind.UNSUPPORTED:
                 raise
-            self._decider(replace(method, precision="native")).way(
-                0, scene, inputs, self.scale
-            )  # raises, if that is not it
+            native = self._decider(replace(method, precision="native"))
+            native.way(0, scene, inputs, self.scale)  # raises a reason of its own, if it is not the precision
             raise ValueError(
                 f"attention in {self.name} cannot run in the precision that was asked for: {why.reason}. Ask for "
                 f"{self._engine.native} instead"
