@@ -38,9 +38,13 @@ class Host(NamedTuple):
         return f"rainfusion works with {self.name} {' and '.join(self.tested)}; {here} {what}"
 
     def untested(self) -> str | None:
-        """A sentence, if the installed version is none of those that were tested."""
+        """A sentence, if the installed version is none of those that were tested, in whatever build (1.2+cu130)."""
         found = self.version()
-        return None if found in self.tested else self.misfit("is not among those that were tested", found)
+        return (
+            None
+            if found and found.partition("+")[0] in self.tested
+            else self.misfit("is not among those that were tested", found)
+        )
 
     @contextmanager
     def names(self, found: str | None = None) -> Iterator[None]:
