@@ -3,14 +3,16 @@
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
 #   make test-gpu    the suite for an NVIDIA GPU, on a machine with one
+#   make test-hosts  with the real hosts, each in an environment of its own in .hosts (a GB to fetch, minutes)
 #   make docs        the documentation site, into site/; stops at a warning or a dead link (seconds)
 #   make bench       time named shapes on this machine
 
 PYTHON ?= python3
 PIP_ARGS ?=
+HOSTS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-gpu docs bench lint clean
+.PHONY: demo test test-all test-gpu test-hosts docs bench lint clean
 
 # passive: threads that wait do not spin, which would take the cores from one another on a busy machine
 demo: .venv/ready
@@ -24,6 +26,9 @@ test-all: lint
 
 test-gpu: .venv/ready
 	$(BIN)/pytest -m gpu
+
+test-hosts:
+	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tests/hosts/run.py $(HOSTS)
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -43,4 +48,4 @@ lint: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .hosts demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import rainfusion
+from helpers import stand_in_comfyui
 from helpers.offline_pipelines import PIPELINES
 from rainfusion import cli
-from rainfusion.integrations import mindiesd
+from rainfusion.integrations import comfyui, mindiesd
 from rainfusion.integrations.diffusers import models
 from rainfusion.lab import comparison
 
@@ -49,8 +50,8 @@ def run(examples, **names):
 # examples in Python
 
 RUN_BELOW = {
-    "adding_a_model.md", "combinations.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md",
-    "several_gpus.md", "sparse_attention.md", "sparsity.md",
+    "adding_a_model.md", "combinations.md", "comfyui.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md",
+    "several_gpus.md", "sglang.md", "sparse_attention.md", "sparsity.md", "vllm_omni.md",
 }  # fmt: skip
 
 
@@ -177,6 +178,34 @@ def test_the_page_on_migrating_runs():
     finally:
         mindiesd.uninstall()
     assert names["out"].isfinite().all() and names["out"].shape == names["q"].shape
+
+
+def test_the_page_on_comfyui_runs(monkeypatch):
+    stand_in_comfyui.install(monkeypatch)
+    names = run(blocks("python", DOCS["comfyui.md"]), model=stand_in_comfyui.Patcher(stand_in_comfyui.WanModel()))
+    assert len(comfyui.stats(names["fast"]).calls) == 2
+
+
+def test_the_folder_to_link_into_comfyui_is_the_one_that_is_printed():
+    (code,) = re.findall(r"python -c '(.*?)'", DOCS["comfyui.md"])
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(printed) == comfyui.FOLDER and (comfyui.FOLDER / "__init__.py").is_file()
+
+
+def test_the_table_of_the_comfyui_node_is_complete():
+    page = DOCS["comfyui.md"]
+    table = page[page.index("## Tune") : page.index("## Models")]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    _, *parameters = inspect.signature(comfyui.apply).parameters
+    assert listed == [name for name in parameters if name not in ("on_unsupported", "backend")]
+
+
+@pytest.mark.parametrize("engine", ["vllm_omni", "sglang"])
+def test_the_pages_on_serving_engines_run(engine, capsys):
+    """Their commands: tests/hosts."""
+    names = run(blocks("python", DOCS[f"{engine}.md"]))
+    assert isinstance(names["stats"], rainfusion.Stats)
+    assert capsys.readouterr().out.startswith("0 sparse and 0 dense attention calls")
 
 
 @pytest.mark.parametrize("page", ["quantised.md", "sparsity.md"])

@@ -94,6 +94,8 @@ class Decider:
         prefix: the model's name, where a program runs several with one profile or one table of counts.
         model: what the model is called in messages.
         observer: sees every call that could be sparse, which is then dense: for measuring.
+        tally: of this model so far, where several deciders count in one. None: a new one.
+        warned: reasons that the log has already named, where several deciders share that. None: no reason yet.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Decider:
         *,
         model: str = "the model",
         observer: Observer | None = None,
+        tally: Tally | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         self.settings, self.layers, self.prefix = settings, tuple(layers), prefix
         self.model, self.observer = model, observer
@@ -111,8 +115,8 @@ class Decider:
         if settings.profile is not None:
             for layer in sorted(set(range(len(self.layers))) - self._skipped):
                 settings.profile.of(self.full_name(layer))
-        self.tally = Tally(len(self.layers))
-        self._warned: set[str] = set()
+        self.tally = Tally(len(self.layers)) if tally is None else tally
+        self._warned: set[str] = set() if warned is None else warned
         self._forward = _NOT_BEGUN
         self._ways: dict[Any, Way | Dense] = {}
         self._entered: set[int] = set()

@@ -38,6 +38,15 @@ class Host(NamedTuple):
         tested = " and ".join(part for part in (", ".join(self.tested[:-1]), self.tested[-1]) if part)
         return f"rainfusion works with {self.name} {tested}; {here} {what}"
 
+    def untested(self) -> str | None:
+        """A sentence, if the installed version is none of those that were tested, in whatever build (1.2+cu130)."""
+        found = self.version()
+        return (
+            None
+            if found and found.partition("+")[0] in self.tested
+            else self.misfit("is not among those that were tested", found)
+        )
+
     @contextmanager
     def names(self, found: str | None = None) -> Iterator[None]:
         """Around imports and look-ups of the host's names: one that is missing is an ImportError in a sentence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,6 +19,13 @@ class LayerTally:
     dense_calls: int = 0
     kept: Tensor | int = 0
     blocks: int = 0
+
+    def add(self, other: LayerTally) -> None:
+        """The calls of the same layer at another time."""
+        self.sparse_calls += other.sparse_calls
+        self.dense_calls += other.dense_calls
+        self.kept = self.kept + other.kept
+        self.blocks += other.blocks
 
     def density(self) -> float | None:
         return int(self.kept) / self.blocks if self.blocks else None
@@ -42,6 +49,23 @@ class Tally:
     def dense(self, layer: int, reason: str) -> None:
         self.layers[layer].dense_calls += 1
         self.reasons[reason] += 1
+
+    def add(self, other: Tally) -> None:
+        """The calls of the same layers at another time."""
+        for entry, more in zip(self.layers, other.layers, strict=True):
+            entry.add(more)
+        self.reasons.update(other.reasons)
+        self.layouts.update(other.layouts)
+
+    @classmethod
+    def side_by_side(cls, tallies: Iterable[Tally]) -> Tally:
+        """One for the layers of all of them, in their order."""
+        whole = cls(0)
+        for tally in tallies:
+            whole.layers += tally.layers
+            whole.reasons.update(tally.reasons)
+            whole.layouts.update(tally.layouts)
+        return whole
 
 
 def _calls(count: int) -> str:

