@@ -182,6 +182,14 @@ def test_the_start_and_the_end_of_the_schedule_stay_dense(x, text):
     assert stats.sparse_calls == 6
 
 
+def test_the_schedule_is_known_to_a_model_that_no_run_began_with(x, text):
+    """As the second model of a guider that has two."""
+    fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0, dense_start=0.5)
+    options = {"wrappers": fast.wrappers["diffusion_model"], "sigmas": torch.tensor([0.9])}
+    fast.model.diffusion_model(x, 0.9, text, transformer_options=options)
+    assert comfyui.stats(fast).reasons == {"the start of the schedule is dense (dense_start)": 2}
+
+
 def test_a_node_behind_ours_may_change_the_schedule(x, text):
     fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0, dense_start=0.5).clone()
     fast.model = SimpleNamespace(

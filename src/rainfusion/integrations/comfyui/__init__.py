@@ -92,6 +92,7 @@ def apply(
         checks.fraction("dense_end", dense_end, zero=True),
     )
     clone = model.clone()
+    session.before_run(clone)  # guiders that have several models tell only the first one that a run begins
     private_names.attach(clone, session.around_forward, session.before_run, session.after_run)
     return clone
 
