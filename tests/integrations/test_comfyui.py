@@ -362,6 +362,10 @@ FLIPPED = SimpleNamespace(flipped_img_txt=True)
             Scene((IMAGE, (1, 8, 8)), 9, after=0),
         ),
         (
+            "Chroma", {"patch_size": 2}, dict(x=latents(31, 48), context=TEXT, ref_latents=[latents(16, 16)]),
+            Scene((IMAGE,), 9, after=0),
+        ),
+        (
             "QwenImageTransformer2DModel", {"patch_size": 2},
             dict(x=FIRST, context=TEXT, ref_latents=[latents(1, 16, 16)] * 2),
             Scene((IMAGE, (1, 8, 8), (1, 8, 8)), 9, after=0),
@@ -381,7 +385,12 @@ FLIPPED = SimpleNamespace(flipped_img_txt=True)
         ),
         ("LTXVModel", {"patch_size": 1}, dict(x=[latents(5, 16, 24), latents(8, 9)]), Scene((CLIP,), alone=True)),
         ("MiniTrainDIT", {"patch_temporal": 1, "patch_spatial": 2}, dict(x=VIDEO), Scene((CLIP,), alone=True)),
+        ("GeneralDIT", {"patch_temporal": 1, "patch_spatial": 2}, dict(x=VIDEO), Scene((CLIP,), alone=True)),
         ("HiDreamImageTransformer2DModel", {"patch_size": 2}, dict(x=latents(32, 48)), Scene((IMAGE,))),
+        (
+            "HiDreamImageTransformer2DModel", {"patch_size": 2}, dict(x=latents(32, 48), image_cond=latents(32, 48)),
+            Scene(((1, 16, 48),)),
+        ),
     ],
 )  # fmt: skip
 def test_where_the_picture_lies(kind, attributes, given, scene):

@@ -97,10 +97,15 @@ def _grids(name: str, given: Arguments, transformer: Any) -> list[Grid]:
 
 
 def text_first(given: Arguments, transformer: Any) -> Scene:
-    """Text, the picture, reference images."""
+    """Text, the picture."""
     picture = _grid(_tensor("x", given), transformer.patch_size)
-    references = _grids("ref_latents", given, transformer)
-    return Scene((picture, *references), _tensor("context", given).shape[1], after=0)
+    return Scene((picture,), _tensor("context", given).shape[1], after=0)
+
+
+def text_first_references_last(given: Arguments, transformer: Any) -> Scene:
+    """Text, the picture, reference images."""
+    scene = text_first(given, transformer)
+    return scene._replace(grids=(*scene.grids, *_grids("ref_latents", given, transformer)))
 
 
 def hunyuan_video(given: Arguments, transformer: Any) -> Scene:
@@ -119,10 +124,10 @@ def lumina(given: Arguments, transformer: Any) -> Scene:
 
 
 def text_last(given: Arguments, transformer: Any) -> Scene:
-    """The picture, then text."""
-    if given.get("image_cond") is not None:
-        raise NoGrid("with image_cond the two pictures share their rows")
-    return Scene((_grid(_tensor("x", given), transformer.patch_size),))
+    """The picture, with the one that it was made from at its right, then text."""
+    picture, patch = _tensor("x", given), transformer.patch_size
+    width = picture.shape[-1] + sum(other.shape[-1] for other in _all_of("image_cond", given))
+    return Scene(((1, math.ceil(picture.shape[-2] / patch), math.ceil(width / patch)),))
 
 
 def cosmos(given: Arguments, transformer: Any) -> Scene:
@@ -145,12 +150,15 @@ MODELS: dict[str, Model] = {
     "SCAILWanModel": Model(_WAN, wan_with_pose),
     "HunyuanVideo": Model(_TWO_STACKS, hunyuan_video),  # 1, 1.5, HunyuanImage 2.1
     "LTXVModel": Model(("transformer_blocks.*.attn1",), alone),  # and LTX-2
+    "GeneralDIT": Model(("blocks.*.blocks.0.block.attn",), cosmos),  # Cosmos 1
     "MiniTrainDIT": Model(("blocks.*.self_attn",), cosmos),  # Cosmos-Predict2, Anima
     "Kandinsky5": Model(("visual_transformer_blocks.*.self_attention",), alone),
     # images
-    "Flux": Model(_TWO_STACKS, text_first),  # 1, 2, Kontext
-    "Chroma": Model(_TWO_STACKS, text_first),
-    "QwenImageTransformer2DModel": Model(("transformer_blocks.*.attn",), text_first),  # and -Edit
+    "Flux": Model(_TWO_STACKS, text_first_references_last),  # 1, 2, Kontext
+    "Chroma": Model(_TWO_STACKS, text_first),  # it is given references, and does not use them
+    "QwenImageTransformer2DModel": Model(  # and -Edit, -Layered
+        ("transformer_blocks.*.attn",), text_first_references_last
+    ),
     "NextDiT": Model(("noise_refiner.*.attention", "layers.*.attention"), lumina),  # Lumina 2, Z-Image
     "HiDreamImageTransformer2DModel": Model(
         ("double_stream_blocks.*.block.attn1", "single_stream_blocks.*.block.attn1"), text_last

@@ -23,6 +23,10 @@ from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats
 
 _log = logging.getLogger("rainfusion")
+_NOT_PAST = (
+    "its attention call did not come past: another node has replaced the block, or this ComfyUI's own code for the "
+    "model leaves out transformer_options"
+)
 _ROUNDING = 1e-5  # of noise levels: a step belongs to the part of the schedule that begins with it, in fp32 too
 
 
@@ -85,7 +89,7 @@ class Session:
         self._previous = comfy.override_of(travelling)
         with self._entering(transformer), comfy.overriding(travelling, self.override):
             out = executor(*args, **kwargs)
-        self.decider.end(lambda layer: "its attention call did not come past: another node has replaced the block")
+        self.decider.end(lambda layer: _NOT_PAST)
         return out
 
     def _scene(self, given: dict[str, Any], transformer: Any) -> Scene | NoGrid:
