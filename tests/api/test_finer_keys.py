@@ -11,7 +11,7 @@ from helpers.inputs import qkv
 from rainfusion import BlockMask, TokenLayout, block_sparse_attention, explain, predict_mask, sparse_attention
 
 PAIRS = [(128, 64), (128, 32)]
-BACKENDS = ["reference", "portable"]
+BACKENDS = ["reference", "portable", "triton"]
 GRID, TXT = (3, 9, 13), 21
 LENGTH = TXT + math.prod(GRID)
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=GRID, txt_len=TXT)
