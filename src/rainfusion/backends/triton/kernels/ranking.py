@@ -82,8 +82,8 @@ def _part_logits(b_q, p_k, live, o_n, o_d, N, scale, D: tl.constexpr, PRECISION:
 @triton.jit
 def part_mass_kernel(
     q_means, k_means, live, mass, live_stride, scale, H, SHARED, NQ, NK, parts_q,
-    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
@@ -114,7 +114,8 @@ def part_mass_kernel(
         b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * K_PARTS, scale, D, PRECISION)
         o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
-        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])
+        m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
+        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=m_out)
 
 
 @triton.jit
