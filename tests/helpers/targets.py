@@ -92,7 +92,7 @@ def calls(everything: bool) -> Iterator[Call]:
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (128,) if dtype == torch.float16 else (64, 72, 128, 256):  # fp16 is laid out as bf16 is
-            for block_size in (64, 128):
+            for block_size in (64, 128, (128, 32)):
                 here = dict(video, block_size=block_size)
                 yield Call(dtype, head_dim, here)
                 yield Call(dtype, head_dim, here, masked=True, return_lse=True)
@@ -114,8 +114,15 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
     for precision in ("native", "fp8", "int8"):
         yield Call(torch.bfloat16, 128, dict(video, precision=precision))
         yield Call(torch.bfloat16, 128, dict(video, precision=precision, compensate=True))
+        if precision == "native":
+            yield Call(torch.bfloat16, 128, dict(video, block_size=(128, 32)))
         if not everything:
             continue
+        for head_dim in (64, 80, 128) if precision == "native" else ():
+            for block_size in ((128, 64), (128, 32)):
+                here = dict(video, block_size=block_size)
+                yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="submeans"))
         for dtype in (torch.bfloat16, torch.float16):
             for head_dim in (64, 96, 128):
                 yield Call(dtype, head_dim, dict(video, precision=precision))

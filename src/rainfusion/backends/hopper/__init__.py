@@ -52,8 +52,10 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
     multiple = 8 if precision == "native" else 16
     if shapes.head_dim % multiple:
         return f"takes head dims that are multiples of {multiple} with precision={precision!r}, got {shapes.head_dim}"
-    if call.method.block_size != _BLOCK and not call.keeps_everything:
-        return f"takes blocks of {_BLOCK} tokens, got {call.method.block_size}"
+    if call.method.q_block != _BLOCK and not call.keeps_everything:
+        return f"takes blocks of {_BLOCK} queries, got {call.method.block_size}"
+    if call.method.k_block != _BLOCK and precision != "native" and not call.keeps_everything:
+        return f"has no {precision} kernel for finer blocks of keys yet, got block_size={call.method.block_size}"
     if call.is_causal:
         return "has no causal kernel"
     return None
@@ -77,7 +79,7 @@ def prepare(request: Request) -> Keys:
     blocks, padded = layout.num_blocks, _padded(head_dim)
     key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
     stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
-    weights = triton.stand_in_weights(layout, key_bias, k.device) if stand_ins else None
+    weights = triton.stand_in_weights(layout, key_bias, k.device, _BLOCK) if stand_ins else None
     spare = triton.stand_in_blocks(weights, _BLOCK)
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
@@ -119,23 +121,33 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     padded = _padded(head_dim)
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
-    rows, spare = triton.row_schedule(request, mask), triton.stand_in_blocks(keys.weights, _BLOCK)
+    size = mask.k_block
+    rows, spare = triton.row_schedule(request, mask), triton.stand_in_blocks(keys.weights, size)
     flags = None
-    if keys.bias is not None:  # which blocks have a bias at all
+    if keys.bias is not None and size == _BLOCK:  # which blocks have a bias at all
         biased = (keys.bias != 0).view(batch, -1, _BLOCK).any(-1)
         flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     hopper_attention_kernel[(batch * heads * mask.num_q_blocks,)](
-        q, _descriptor(keys.k, _BLOCK, padded), _descriptor(keys.v, *((padded, _BLOCK) if quant else (_BLOCK, padded))),
+        q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(mask, keys), k_scale, v_scale, k_mean,
         *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E,
         mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, request.gqa_ratio, q_len, keys.length,
-        D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, num_warps=4,
+        D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
+        num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+def _descriptors(keys: Keys, size: int, padded: int, quantised: bool) -> tuple[object, object]:
+    """Of k and v: whole blocks; finer ones by 128 bytes of their rows, as they lie in a tile of several."""
+    if size < _BLOCK:
+        return _descriptor(keys.k, size, 64), _descriptor(keys.v, size, 64)
+    of_v = (padded, _BLOCK) if quantised else (_BLOCK, padded)
+    return _descriptor(keys.k, _BLOCK, padded), _descriptor(keys.v, *of_v)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> object:

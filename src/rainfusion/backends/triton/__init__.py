@@ -56,8 +56,6 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return "takes float16, bfloat16 and float32, got float64"
     if shapes.head_dim > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, got {shapes.head_dim}"
-    if isinstance(call.method.block_size, tuple) and not call.keeps_everything:
-        return f"has no kernels for finer blocks of keys yet, got block_size={call.method.block_size}"
     if call.method.precision not in PRECISIONS:
         return f"has no {call.method.precision} kernels"
     return None
@@ -101,7 +99,7 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     from rainfusion.backends.triton.kernels import blocks
 
     batch, heads, length, head_dim = k.shape
-    weights = stand_in_weights(layout, bias, k.device) if stand_ins else None
+    weights = stand_in_weights(layout, bias, k.device, request.q_layout.block_size) if stand_ins else None
     spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
@@ -170,21 +168,22 @@ def _part_mass(request: Request, q_means: Tensor, k_means: Tensor) -> Tensor:
     """`predictors.part_mass`"""
     from rainfusion.backends.triton.kernels import ranking, tuning
 
-    q_layout, k_layout, keep, parts = request.q_layout, request.k_layout, request.keep, request.method.q_parts
+    q_layout, k_layout, keep = request.q_layout, request.k_layout, request.keep
+    parts, k_parts = request.method.q_parts, request.method.k_parts
     batch, heads, _, head_dim = q_means.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
     mass = q_means.new_empty((batch, heads, rows, columns))
-    live = present(k_layout, parts, k_means.device)[None] if keep is None else live_blocks(k_layout, keep, parts)
+    live = present(k_layout, k_parts, k_means.device)[None] if keep is None else live_blocks(k_layout, keep, k_parts)
     tile = tuning.part_tile(_capability(q_means), _padded(head_dim))
     ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
-        q_means, k_means, as_bytes(live), mass, columns * parts if len(live) > 1 else 0, request.scale, heads,
+        q_means, k_means, as_bytes(live), mass, columns * k_parts if len(live) > 1 else 0, request.scale, heads,
         request.gqa_ratio, rows, columns, math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
-        D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, BM=tile.queries, BN=tile.keys,
+        D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits
         PRECISION=_products(q_means, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if keep is not None:
-        mass.masked_fill_(~live.unflatten(1, (columns, parts)).any(2)[:, None, None], -torch.inf)
+        mass.masked_fill_(~live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
     return mass
 
 
@@ -292,8 +291,8 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
         request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks, mask.num_k_blocks,
-        stand_in_blocks(keys.weights, block), q_len, keys.length,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, BM=queries, BN=min(tile.keys, block),
+        stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, KEYS=mask.k_block, BM=queries, BN=min(tile.keys, block),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=request.return_lse,
         IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
         PRECISION=_products(q, request.method.inner_precise), num_warps=tile.warps, num_stages=tile.stages,
@@ -301,10 +300,10 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.device) -> Tensor:
-    """fp32 [B or 1, whole blocks]: log2 of each block's number of keys; -inf where there are none, and past the end."""
+def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.device, tile: int) -> Tensor:
+    """fp32 [B or 1, whole tiles]: log2 of each block's number of keys; -inf where there are none, and past the end."""
     blocks, size = layout.num_blocks, layout.block_size
-    width = math.ceil(blocks / size) * size
+    width = math.ceil(blocks / tile) * tile
     if bias is not None:
         weights = torch.logsumexp(bias.unflatten(1, (blocks, size)) / LOG2E, 2) * LOG2E
         return F.pad(weights, (0, width - blocks), value=-torch.inf).contiguous()
@@ -328,11 +327,11 @@ def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
     weights = keys.weights
     batch, heads, rows, columns = mask.indices.shape
     width = weights.shape[1]
-    bias = torch.empty((batch, heads, rows, width + mask.k_block), dtype=torch.float32, device=weights.device)
+    bias = torch.empty((batch, heads, rows, width + mask.q_block), dtype=torch.float32, device=weights.device)
     stand_ins_kernel[(batch * heads * rows,)](
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
         weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
-        BLOCK=mask.k_block, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
+        BLOCK=mask.q_block, KEYS=mask.k_block, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
     )  # fmt: skip
     return bias
 

@@ -10,6 +10,8 @@ What keeps it fast, learnt by measuring and by reading the machine code (docs/pe
   ptxas moves the wait for P V above the softmax, and nothing overlaps.
 - The list is walked from its end, so that the ragged block, if kept, comes first, and the loop is free of masks.
 - Means that stand in for skipped blocks are blocks of keys too, ahead of the list, in a loop of their own.
+- Finer blocks of keys fill the same tile from several places, by a box of the copy engine for each; the last tile of a
+  list, which comes first, may be filled in part.
 - Row sums stay per lane until the end, and row maxima are reduced as a shallow tree.
 - The card runs at its power limit, so that an instruction saved is worth more than one hidden.
 
@@ -106,18 +108,98 @@ def _block_at(j, p_index, n, NK, ALL, STAND_INS: gl.constexpr):
 
 
 @gluon.jit
+def _tiles(listed, NK, ALL, PIECES: gl.constexpr):
+    """How many tiles of 128 keys a row has: of means, and of its list, the last of them perhaps in part."""
+    return (listed + PIECES - 1) // PIECES + (ALL - NK) // PIECES
+
+
+@gluon.jit
+def _piece_at(j, r, p_list, listed, NK, ALL, PIECES: gl.constexpr):
+    """The r-th block of the j-th tile: those of means, NK up to ALL, then the list's tiles from its end.
+
+    Where the list has no r-th block its last one is given, which does not count.
+    """
+    ahead = (ALL - NK) // PIECES
+    last = (listed + PIECES - 1) // PIECES - 1
+    slot = (last - gl.maximum(j - ahead, 0)) * PIECES + r
+    block = gl.load(p_list + gl.maximum(gl.minimum(slot, listed - 1), 0))
+    return gl.where(j < ahead, NK + j * PIECES + r, block)
+
+
+@gluon.jit
+def _copy_tile(
+    desc, boxes, full, j, stage, b, kh, p_list, listed, NK, ALL,
+    KEYS: gl.constexpr, PIECES: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """The j-th tile of K or V into a stage: by blocks, and by 128 bytes of their rows, as it lies in shared memory."""
+    mbarrier.expect(full.index(stage), PIECES * CHUNKS * desc.block_type.nbytes)
+    for r in gl.static_range(PIECES):
+        block = _piece_at(j, r, p_list, listed, NK, ALL, PIECES)
+        for chunk in gl.static_range(CHUNKS):
+            box = boxes.index((stage * CHUNKS + chunk) * PIECES + r)
+            tma.async_copy_global_to_shared(desc, [b, kh, block * KEYS, chunk * 64], full.index(stage), box)
+
+
+@gluon.jit
+def _copy_fine_tiles(
+    k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL,
+    NS: gl.constexpr, KEYS: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """What `_producer` does, where a tile's keys are in several blocks."""
+    PIECES: gl.constexpr = 128 // KEYS
+    k_boxes, v_boxes = boxes
+    k_full, v_full, empty = barriers
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    n = _tiles(listed, NK, ALL, PIECES)
+    if n > 0:
+        _copy_tile(k_desc, k_boxes, k_full, 0, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+        mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
+        stage, phase = _advance(stage, phase, NS)
+        for j in range(1, n):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            _copy_tile(k_desc, k_boxes, k_full, j, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+            _copy_tile(v_desc, v_boxes, v_full, j - 1, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+            stage, phase = _advance(stage, phase, NS)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _copy_tile(v_desc, v_boxes, v_full, n - 1, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+        mbarrier.arrive(k_full.index(stage), count=1)  # nor a K in the last
+
+
+@gluon.jit
+def _keys_of_tile(t, o_n, p_list, listed, Sk, KEYS: gl.constexpr):
+    """Of the t-th tile of the list: where its keys are, and which there are."""
+    o_slot = t * (128 // KEYS) + o_n // KEYS
+    m_slot = o_slot < listed
+    o_key = gl.load(p_list + o_slot, mask=m_slot, other=0) * KEYS + o_n % KEYS
+    return o_key, m_slot & (o_key < Sk)
+
+
+@gluon.jit
 def _producer(
-    k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, ALL, H, SHARED,
+    k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED,
+    NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
+    p_list = indices + flat * NK
+    if KEYS == 128:
+        _copy_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, V_ROWS, STAND_INS)
+    else:
+        _copy_fine_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, KEYS, CHUNKS)
+
+
+@gluon.jit
+def _copy_tiles(
+    k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL,
     NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr,
 ):  # fmt: skip
-    s_q, s_k, s_v, s_o = buffers
+    s_k, s_v = boxes
     k_full, v_full, empty = barriers
-    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     n = listed + (ALL - NK)
     if n > 0:
-        p_index = indices + flat * NK + gl.maximum(listed - 1, 0)
+        p_index = p_list + gl.maximum(listed - 1, 0)
         block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
         following = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
         mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
@@ -252,7 +334,7 @@ def _consumer(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
     rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
-    NEGATE: gl.constexpr,
+    NEGATE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     s_q, s_k, s_v, s_o = buffers
     k_full, v_full, empty = barriers
@@ -271,13 +353,16 @@ def _consumer(
     SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
     HAS_BIAS: gl.constexpr = bias is not None
     STAND_INS: gl.constexpr = stand_ins is not None
-    STREAM: gl.constexpr = HAS_BIAS or QUANT != 0  # whether consumers need to know which block they have
+    FINE: gl.constexpr = KEYS < 128
+    PIECES: gl.constexpr = 128 // KEYS
+    STREAM: gl.constexpr = (HAS_BIAS and not FINE) or QUANT != 0  # whether consumers need to know which block they have
 
     b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
-    n = listed + (ALL - NK)
+    n = _tiles(listed, NK, ALL, PIECES)
+    ahead = (ALL - NK) // PIECES
     k_bh = b.to(gl.int64) * (H // SHARED) + kh
     if STAND_INS:
-        p_stand_ins = stand_ins + flat * ((ALL - NK + 1) * 128)
+        p_stand_ins = stand_ins + flat * ((ahead + 1) * 128)
 
     # ---- Q rows, through `order`
     o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, WIDE))
@@ -306,11 +391,14 @@ def _consumer(
         b_q = _queries(s_q.index(WG), QUANT, gl.DotOperandLayout(0, S_LAYOUT, K_STEP // 8))
 
         o_n = gl.arange(0, N, COLUMNS)
-        p_index = indices + flat * NK + gl.maximum(listed - 1, 0)
-        block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
+        p_list = indices + flat * NK
+        p_index = p_list + gl.maximum(listed - 1, 0)
+        if STREAM:
+            block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
         if HAS_BIAS:
+            p_bias = bias + b.to(gl.int64) * (NK * KEYS)
+        if HAS_BIAS and not FINE:
             p_flags = flags + b.to(gl.int64) * ALL
-            p_bias = bias + b.to(gl.int64) * (NK * 128)
         if QUANT != 0:
             p_scale = k_scale + k_bh * ALL
         # ---- first block: of means, or the only one that can be ragged
@@ -328,8 +416,14 @@ def _consumer(
                 flag = gl.load(p_flags + block)
         if STAND_INS:
             own = gl.load(p_stand_ins + o_n)
-        elif HAS_BIAS:
+        elif HAS_BIAS and not FINE:
             own = gl.load(p_bias + gl.load(p_index) * 128 + o_n)
+        elif FINE:
+            o_key, m_key = _keys_of_tile(n - 1, o_n, p_list, listed, Sk, KEYS)
+            if HAS_BIAS:
+                own = gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))
+            else:
+                own = gl.where(m_key, 0.0, float("-inf"))
         mbarrier.wait(v_full.index(0), 0)  # nothing comes: a phase that nobody waits for looks like a mistake to tools
         mbarrier.wait(k_full.index(0), 0)
         start = _logits_start(M, N, QUANT, S_LAYOUT)
@@ -338,7 +432,7 @@ def _consumer(
         s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
         mbarrier.arrive(empty.index(0), count=1)
         stage, phase = _advance(stage, phase, NS)
-        if STAND_INS or HAS_BIAS:
+        if STAND_INS or HAS_BIAS or FINE:
             s = _logits(s, c, QUANT) + own[None, :]
             m = _row_max(s, ROWS)
             base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
@@ -358,8 +452,8 @@ def _consumer(
         mbarrier.wait(k_full.index(stage), phase)
         # ---- the others: with a bias of their own, up to the first of the list; then those that need none
         for part in gl.static_range(1 - STAND_INS, 2):
-            begin = ALL - NK + 1 if STAND_INS and part == 1 else 1
-            end = n if part == 1 else gl.minimum(ALL - NK + 1, n)
+            begin = ahead + 1 if STAND_INS and part == 1 else 1
+            end = n if part == 1 else gl.minimum(ahead + 1, n)
             # P is carried from step to step in fp32 where narrower values would travel one to a register: all but the
             # last loop of two bytes, which sees where they come from
             if QUANT == 0 and part == 1:
@@ -375,7 +469,7 @@ def _consumer(
                 acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
                 if QUANT != 0:
                     c = scale * k_sc
-                if HAS_BIAS:
+                if HAS_BIAS and not FINE:
                     has_bias = flag
                     p_here = p_bias + block * 128
                 if STREAM:
@@ -391,6 +485,9 @@ def _consumer(
                     s = _logits(s, c, QUANT)
                     if part == 0:
                         s = s + gl.load(p_stand_ins + j * 128 + o_n)[None, :]
+                    elif FINE:
+                        o_key, m_key = _keys_of_tile(n - 1 - j, o_n, p_list, listed, Sk, KEYS)
+                        s = s + gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))[None, :]
                     elif has_bias != 0:
                         s = s + gl.load(p_here + o_n)[None, :]
                     m_new = gl.maximum(m, _row_max(s, ROWS))
@@ -454,11 +551,11 @@ def hopper_attention_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
     rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
-    num_warps: gl.constexpr,
+    KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One program has one row of blocks: 128 queries.
+    """One program has one row of blocks: 128 queries. KEYS: of a block of keys, 128, or 64 or 32 if not quantised.
 
-    k_desc [B, Hk, ALL * 128, D]; v_desc the same, or [B, Hk, ALL * D, 128] transposed block by block if quantised.
+    k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or [B, Hk, ALL * D, 128] transposed block by block if quantised.
     stand_ins: the means behind the NK blocks take part in every row, with these biases; else ALL is NK.
     """
     K_TYPE: gl.constexpr = k_desc.dtype
@@ -466,8 +563,20 @@ def hopper_attention_kernel(
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], K_TYPE)
     O_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], O_TYPE)
     s_q = gl.allocate_shared_memory(K_TYPE, [2, 64, D], Q_SHARED)
-    s_k = gl.allocate_shared_memory(K_TYPE, [NS] + k_desc.block_type.shape, k_desc.layout)
-    s_v = gl.allocate_shared_memory(v_desc.dtype, [NS] + v_desc.block_type.shape, v_desc.layout)
+    if KEYS == 128:
+        s_k = gl.allocate_shared_memory(K_TYPE, [NS] + k_desc.block_type.shape, k_desc.layout)
+        s_v = gl.allocate_shared_memory(v_desc.dtype, [NS] + v_desc.block_type.shape, v_desc.layout)
+        boxes = (s_k, s_v)
+    else:
+        # a tile is 64 columns of all its rows, then the next 64: so its blocks are whole, one after the other
+        BOXES: gl.constexpr = NS * (D // 64) * (128 // KEYS)
+        TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], K_TYPE)
+        s_k = gl.allocate_shared_memory(K_TYPE, [NS, 128, D], TILE)
+        s_v = gl.allocate_shared_memory(K_TYPE, [NS, 128, D], TILE)
+        boxes = (
+            s_k._reinterpret(K_TYPE, [BOXES] + k_desc.block_type.shape, k_desc.layout),
+            s_v._reinterpret(K_TYPE, [BOXES] + k_desc.block_type.shape, k_desc.layout),
+        )
     if QUANT != 0:
         s_o = gl.allocate_shared_memory(O_TYPE, [2, 64, D], O_SHARED)
     else:
@@ -489,17 +598,17 @@ def hopper_attention_kernel(
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
                 barriers,
                 q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE, KEYS,
             )),
             (_consumer, (
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
                 barriers,
                 q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE, KEYS,
             )),
             (_producer, (
-                k_desc, v_desc, counts, indices, rows, buffers, barriers, rows_stride, NQ, NK, ALL, H, SHARED, NS,
-                V_ROWS, stand_ins is not None,
+                k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED, NS,
+                V_ROWS, stand_ins is not None, KEYS, D // 64,
             )),
         ],
         [4, 1],

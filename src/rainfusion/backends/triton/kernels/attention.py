@@ -24,18 +24,19 @@ def attention_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
     schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
     STAND_INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
+    BLOCK tokens are a block of queries, KEYS one of keys: BN keys at a time are part of a block, or several blocks.
     q rows are read, and out rows written, through `order`; k and v are in block order already. bias fp32
-    [B, NK * BLOCK], in units of log2, -inf where a key does not count. stand_ins fp32 [B, H, NQ, (SPARE + 1) * BLOCK]:
+    [B, NK * KEYS], in units of log2, -inf where a key does not count. stand_ins fp32 [B, H, NQ, SPARE * KEYS + BLOCK]:
     the same for the means behind the keys, see `stand_ins_kernel`.
     """
     PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
-    SUB: tl.constexpr = BLOCK // BN  # steps to a key block
+    SUB: tl.constexpr = KEYS // BN if KEYS > BN else 1  # steps to a key block
     pid = tl.program_id(0).to(tl.int64)
     part = (pid % PARTS).to(tl.int32)
     bh, slot = pid // PARTS // NQ, pid // PARTS % NQ
@@ -60,26 +61,35 @@ def attention_kernel(
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, D_PAD], tl.float32)
     if STAND_INS:
-        for ahead in tl.range(0, SPARE * BLOCK, BN, num_stages=1):
-            o_mean = (NK * BLOCK + ahead + o_n).to(tl.int64)
+        for ahead in tl.range(0, SPARE * KEYS, BN, num_stages=1):
+            o_mean = (NK * KEYS + ahead + o_n).to(tl.int64)
             b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_d, other=0.0)
             b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_d, other=0.0)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-            b_s = b_s + tl.load(stand_ins + ((bh * NQ + row) * (SPARE + 1) * BLOCK + ahead) + o_n)[None, :]
+            b_s = b_s + tl.load(stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead) + o_n)[None, :]
             b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
-    for step in range(0, count * SUB):
-        first = tl.load(p_index + step // SUB).to(tl.int64) * BLOCK + (step % SUB) * BN
-        m_n = (first + o_n) < Sk
-        b_k = tl.load(p_k + (first + o_n)[:, None] * k_stride_s, mask=m_n[:, None] & m_d, other=0.0)
-        b_v = tl.load(p_v + (first + o_n)[:, None] * v_stride_s, mask=m_n[:, None] & m_d, other=0.0)
+    for step in range(0, tl.cdiv(count * KEYS, BN)):
+        if KEYS >= BN:
+            first = tl.load(p_index + step // SUB).to(tl.int64) * KEYS + (step % SUB) * BN
+            o_key = first + o_n
+            m_n = o_key < Sk
+            some_missing, some_later = first + BN > Sk, first + BN > row * BLOCK + part * BM
+        else:  # from several places; the last step may have fewer
+            o_at = step * BN + o_n
+            m_n = o_at < count * KEYS
+            o_key = tl.load(p_index + o_at // KEYS, mask=m_n, other=0).to(tl.int64) * KEYS + o_at % KEYS
+            m_n = m_n & (o_key < Sk)
+            some_missing, some_later = True, True
+        b_k = tl.load(p_k + o_key[:, None] * k_stride_s, mask=m_n[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_v + o_key[:, None] * v_stride_s, mask=m_n[:, None] & m_d, other=0.0)
         # [BM, D_PAD] @ [D_PAD, BN] -> [BM, BN]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         if HAS_BIAS:
-            b_s = b_s + tl.load(bias + b * (NK * BLOCK) + first + o_n)[None, :]
-        elif first + BN > Sk:
+            b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key, mask=m_n, other=float("-inf"))[None, :]
+        elif some_missing:
             b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        if IS_CAUSAL and first + BN > row * BLOCK + part * BM:
-            b_s = tl.where((first + o_n)[None, :] <= o_pos[:, None], b_s, float("-inf"))
+        if IS_CAUSAL and some_later:
+            b_s = tl.where(o_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
         b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     p_out = out + b * out_stride_b + h * out_stride_h + o_token[:, None] * out_stride_s + o_d[None, :] * out_stride_d

@@ -75,8 +75,9 @@ def gather_kernel(
             tl.store(k_out + o_mean, b_mean.to(k_out.dtype.element_ty), mask=o_d < D)
             tl.store(v_out + o_mean, b_value.to(v_out.dtype.element_ty), mask=o_d < D)
             if block == N - 1:  # the rows behind the last mean
-                o_rest = (base + N * BLOCK + N + o_row)[:, None] * D + o_d[None, :]
-                m_rest = (N + o_row < SPARE * BLOCK)[:, None] & m_d
                 nothing = tl.zeros([BLOCK, D_PAD], k_out.dtype.element_ty)
-                tl.store(k_out + o_rest, nothing, mask=m_rest)
-                tl.store(v_out + o_rest, nothing, mask=m_rest)
+                for first in range(N, SPARE * BLOCK, BLOCK):
+                    o_rest = (base + N * BLOCK + first + o_row)[:, None] * D + o_d[None, :]
+                    m_rest = (first + o_row < SPARE * BLOCK)[:, None] & m_d
+                    tl.store(k_out + o_rest, nothing, mask=m_rest)
+                    tl.store(v_out + o_rest, nothing, mask=m_rest)

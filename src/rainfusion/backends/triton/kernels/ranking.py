@@ -62,11 +62,11 @@ def _finished(b_m, b_l, m_row):
 
 
 @triton.jit
-def _block_sums(b_s, b_base, b_norm, GROUPS: tl.constexpr):
-    """Probabilities summed over GROUPS x GROUPS of a block pair: [BM, BN] -> [BM // GROUPS, BN // GROUPS]."""
+def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Probabilities summed over ROWS x COLUMNS of a block pair: [BM, BN] -> [BM // ROWS, BN // COLUMNS]."""
     LOG2E: tl.constexpr = 1.4426950408889634
     b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
-    b_p = tl.reshape(b_p, [b_s.shape[0] // GROUPS, GROUPS, b_s.shape[1] // GROUPS, GROUPS])
+    b_p = tl.reshape(b_p, [b_s.shape[0] // ROWS, ROWS, b_s.shape[1] // COLUMNS, COLUMNS])
     return tl.sum(tl.sum(b_p, 3), 1)
 
 
@@ -82,14 +82,14 @@ def _part_logits(b_q, p_k, live, o_n, o_d, N, scale, D: tl.constexpr, PRECISION:
 @triton.jit
 def part_mass_kernel(
     q_means, k_means, live, mass, live_stride, scale, H, SHARED, NQ, NK, parts_q,
-    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
     One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    means fp32 [B, H, blocks * PARTS, D]; parts_q: how many of q's are not padding; live uint8 [B, NK * PARTS]: parts
-    with a key left -> fp32 [B, H, NQ, NK].
+    means fp32 [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q: how many of q's are not padding; live uint8
+    [B, NK * K_PARTS]: parts with a key left -> fp32 [B, H, NQ, NK].
     """
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * PARTS, BM)
@@ -99,22 +99,23 @@ def part_mass_kernel(
     o_d = tl.arange(0, D_PAD)
     p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
-    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * PARTS * D
+    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * K_PARTS * D
     p_live = live + b * live_stride
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    for first in range(0, NK * PARTS, BN):
+    for first in range(0, NK * K_PARTS, BN):
         o_n = first + tl.arange(0, BN)
-        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * PARTS, scale, D, PRECISION)
+        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * K_PARTS, scale, D, PRECISION)
         b_m, b_l = _normaliser(b_s, b_m, b_l)
     b_base, b_norm = _finished(b_m, b_l, o_m < parts_q)
     o_i = tile * (BM // PARTS) + tl.arange(0, BM // PARTS)
-    for first in range(0, NK * PARTS, BN):
+    for first in range(0, NK * K_PARTS, BN):
         o_n = first + tl.arange(0, BN)
-        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * PARTS, scale, D, PRECISION)
-        o_j = first // PARTS + tl.arange(0, BN // PARTS)
+        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * K_PARTS, scale, D, PRECISION)
+        o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
-        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS), mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])
+        m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
+        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=m_out)
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def group_mass_kernel(
                 p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
                 D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
-            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS)
+            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
         tl.store(p_out, b_sum, mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])
