@@ -237,6 +237,7 @@ def test_a_picture_of_another_length_is_dense_and_counted(x, text):
     [
         ({"mask": torch.zeros(1, TOKENS, TOKENS)}, "the model gave a mask for pairs of tokens, not for keys"),
         ({"dropout": 0.5}, "dropout asked for with the call"),
+        ({"weights": torch.ones(3)}, "weights asked for with the call"),
     ],
 )
 def test_what_cannot_be_sparse_is_dense_and_counted(x, text, how, reason):
@@ -291,6 +292,57 @@ def test_counts_begin_again_with_every_run(x, text):
     for _ in range(3):
         fast.sample(x, text)
     assert comfyui.stats(fast).sparse_calls == 4
+
+
+def test_a_model_that_nobody_says_begins_again_counts_anew(x, text):
+    """As the second model of a guider that has two."""
+    fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0)
+    for _ in range(2):
+        fast._forward(x, text, 1.0, {})
+        assert comfyui.stats(fast).sparse_calls == 2
+        fast._call("on_cleanup")
+
+
+def test_an_error_of_the_device_is_not_hidden_by_the_summary(x, text, monkeypatch, caplog):
+    fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0)
+    fast.sample(x, text)
+
+    def failed():
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(private_names.attached(fast).__self__.decider, "stats", failed)
+    fast._call("on_cleanup")
+    assert "the counts cannot be read: CUDA error" in caplog.text
+
+
+def test_an_override_that_is_put_on_inside_the_forward_is_named(x, text):
+    fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0)
+
+    def inside(executor, x, timestep, context, options, **kwargs):
+        options["optimized_attention_override"] = lambda func, *args, **kwargs: func(*args, **kwargs)
+        return executor(x, timestep, context, options, **kwargs)
+
+    fast.add_wrapper_with_key("diffusion_model", "other", inside)
+    fast.sample(x, text, (1.0,))
+    assert list(comfyui.stats(fast).reasons) == [
+        "its attention call did not come past: another node took the calls over inside the forward"
+    ]
+    assert "optimized_attention_override" not in fast.travelled
+
+
+def test_blocks_that_are_compiled_have_the_same_names(x, text):
+    patcher = model()
+    transformer = patcher.model.diffusion_model
+    transformer.blocks[1] = torch.compile(transformer.blocks[1], backend="eager")
+    fast = comfyui.apply(patcher, sparsity=0.7, min_tokens=0)
+    fast.sample(x, text)
+    assert comfyui.stats(fast).calls == {"blocks.0.self_attn": (2, 0), "blocks.1.self_attn": (2, 0)}
+    patcher.model.diffusion_model = torch.compile(transformer, backend="eager")
+    assert len(comfyui.stats(comfyui.apply(patcher)).calls) == 2
+
+
+def test_a_report_of_a_model_without_it_is_no_error():
+    assert "not on this model" in comfyui.report(model())
 
 
 def test_two_models_have_counts_and_settings_of_their_own(x, text):
@@ -370,12 +422,20 @@ FLIPPED = SimpleNamespace(flipped_img_txt=True)
             dict(x=FIRST, context=TEXT, ref_latents=[latents(1, 16, 16)] * 2),
             Scene((IMAGE, (1, 8, 8), (1, 8, 8)), 9, after=0),
         ),
-        ("HunyuanVideo", {"double_blocks": [None]}, dict(x=VIDEO), Scene((CLIP,), None)),
-        ("HunyuanVideo", {"double_blocks": [FLIPPED]}, dict(x=VIDEO), Scene((CLIP,), 0)),
-        ("HunyuanVideo", {"double_blocks": [None]}, dict(x=VIDEO, ref_latent=FIRST), Scene((IMAGE, CLIP), None)),
+        ("HunyuanVideo", {"double_blocks": [None]}, dict(x=VIDEO, context=TEXT), Scene((CLIP,), 9, after=0)),
         (
-            "HunyuanVideo", {"double_blocks": [None], "patch_size": [1, 1]}, dict(x=latents(64, 64)),
-            Scene(((1, 64, 64),), None),
+            "HunyuanVideo", {"double_blocks": [None], "byt5_in": 1},
+            dict(x=VIDEO, context=TEXT, txt_byt5=torch.empty(1, 4, 4), clip_fea=torch.empty(1, 3, 4)),
+            Scene((CLIP,), 16, after=0),
+        ),
+        ("HunyuanVideo", {"double_blocks": [FLIPPED]}, dict(x=VIDEO, context=TEXT), Scene((CLIP,), 0, after=9)),
+        (
+            "HunyuanVideo", {"double_blocks": [None]}, dict(x=VIDEO, context=TEXT, ref_latent=FIRST),
+            Scene((IMAGE, CLIP), 9, after=0),
+        ),
+        (
+            "HunyuanVideo", {"double_blocks": [None], "patch_size": [1, 1]}, dict(x=latents(64, 64), context=TEXT),
+            Scene(((1, 64, 64),), 9, after=0),
         ),
         ("NextDiT", PADDED, dict(x=WIDE), Scene(((1, 31, 47),), None, after=15)),
         ("NextDiT", {"patch_size": 2, "pad_tokens_multiple": None}, dict(x=WIDE), Scene(((1, 31, 47),), None, after=0)),

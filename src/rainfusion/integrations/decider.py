@@ -96,6 +96,7 @@ class Decider:
         observer: sees every call that could be sparse, which is then dense: for measuring.
         tally: of this model so far, where several deciders count in one. None: a new one.
         warned: reasons that the log has already named, where several deciders share that. None: no reason yet.
+        say: what to do with a warning. None: it goes to the log.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Decider:
         observer: Observer | None = None,
         tally: Tally | None = None,
         warned: set[str] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.layers, self.prefix = settings, tuple(layers), prefix
         self.model, self.observer = model, observer
@@ -117,6 +119,7 @@ class Decider:
                 settings.profile.of(self.full_name(layer))
         self.tally = Tally(len(self.layers)) if tally is None else tally
         self._warned: set[str] = set() if warned is None else warned
+        self._say = _log.warning if say is None else say
         self._forward = _NOT_BEGUN
         self._ways: dict[Any, Way | Dense] = {}
         self._entered: set[int] = set()
@@ -327,7 +330,7 @@ class Decider:
             raise ValueError(f"attention of {self.layers[layer]} cannot be sparse: {why.reason}") from why
         if why.kind is not Kind.ASKED and why.reason not in self._warned:
             self._warned.add(why.reason)
-            _log.warning("dense attention in %s: %s", self.layers[layer], why.reason)
+            self._say(f"dense attention in {self.layers[layer]}: {why.reason}")
         self.tally.dense(layer, why.reason)
 
     # -----------------------------------------------------------------------------------------------------------------

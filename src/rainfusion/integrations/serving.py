@@ -32,6 +32,7 @@ from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats, Tally
 from rainfusion.options import Method
 
+_MOST_METHODS = 64  # that a layer keeps; then what is known of them is found again
 _NUMBERS = itertools.count()  # of layers, in the order in which they were made
 
 
@@ -92,13 +93,21 @@ class Engine:
         """Said once."""
         if message not in self._warned:
             self._warned.add(message)
+            self.say(message)
+
+    def say(self, message: str) -> None:
+        """A warning, where the engine's logging shows it; of several processes one says it."""
+        if _speaks():
             self._log.warning("%s", message)
 
     # -----------------------------------------------------------------------------------------------------------------
     # what layers tell
 
     def at_step(self, step: int | None) -> None:
-        """A call is of this step: where it is the first again, a run has ended, and the log says what it did."""
+        """A call is of this step: where it is the first again, a run has ended, and the log says what it did.
+
+        Not at every step that goes back: requests may take turns.
+        """
         if step == 0 and self._step:
             self._summarise()
             for layer in self._in_order():
@@ -220,8 +229,12 @@ class Layer:
     def _decider(self, method: Method) -> Decider:
         """There is one for each method: engines give the options with every call, and may change them."""
         if method not in self._deciders:
+            if len(self._deciders) >= _MOST_METHODS:
+                self._deciders.clear()
             settings = Settings(method, min_tokens=0)  # the user asked for it by name: no crossover decides
-            self._deciders[method] = Decider(settings, [self.name], tally=self.tally, warned=self._warned)
+            self._deciders[method] = Decider(
+                settings, [self.name], tally=self.tally, warned=self._warned, say=self._engine.say
+            )
         return self._deciders[method]
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rainfusion.integrations.settings import OnUnsupported, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
 from rainfusion.options import Method, Precision
 
-__all__ = ["FOLDER", "METHODS", "apply", "register_model", "remove", "stats"]
+__all__ = ["FOLDER", "METHODS", "apply", "register_model", "remove", "report", "stats"]
 
 FOLDER = Path(__file__).parent / "custom_node"
 
@@ -111,9 +111,21 @@ def stats(model: Any) -> Stats:
     Raises:
         ValueError: `apply` was not called for this model, nor for one that it was cloned from.
     """
+    session = _session(model)
+    if session is None:
+        raise ValueError("model must be one that rainfusion.integrations.comfyui.apply, or the node, returned")
+    return session.stats()
+
+
+def report(model: Any) -> str:
+    """`stats` as text, also of a model without sparse attention: as when the node is bypassed."""
+    session = _session(model)
+    if session is None:
+        return "RainFusion Sparse Attention is not on this model, or bypassed: attention was the model's own."
+    return str(session.stats())
+
+
+def _session(model: Any) -> Session | None:
     private_names.diffusion_model(model)
     around = private_names.attached(model)
-    if around is None:
-        raise ValueError("model must be one that rainfusion.integrations.comfyui.apply, or the node, returned")
-    session: Session = around.__self__
-    return session.stats()
+    return None if around is None else around.__self__

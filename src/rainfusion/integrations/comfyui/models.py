@@ -24,9 +24,10 @@ class Model(NamedTuple):
     scene: Rule
 
     def layers(self, transformer: torch.nn.Module) -> list[str]:
-        """The names of those modules, in the order in which the transformer has them."""
+        """The names of those modules, in the order in which the transformer has them, compiled or not."""
         patterns = [re.compile(re.escape(glob).replace(r"\*", r"[^.]+")) for glob in self.attention]
-        return [name for name, _ in transformer.named_modules() if any(p.fullmatch(name) for p in patterns)]
+        names = dict.fromkeys(name.replace("_orig_mod.", "") for name, _ in transformer.named_modules())
+        return [name for name in names if any(pattern.fullmatch(name) for pattern in patterns)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,8 +112,12 @@ def text_first_references_last(given: Arguments, transformer: Any) -> Scene:
 def hunyuan_video(given: Arguments, transformer: Any) -> Scene:
     """A reference image, the video, and text of several kinds: in front of them, in older versions behind."""
     clips = (*_grids("ref_latent", given, transformer), _grid(_tensor("x", given), transformer.patch_size))
+    text = _tensor("context", given).shape[1]
+    if getattr(transformer, "byt5_in", None) is not None:
+        text += sum(tokens.shape[1] for tokens in _all_of("txt_byt5", given))
+    text += sum(tokens.shape[1] for tokens in _all_of("clip_fea", given))
     text_is_last = getattr(transformer.double_blocks[0], "flipped_img_txt", False)
-    return Scene(clips, 0 if text_is_last else None)
+    return Scene(clips, 0, after=text) if text_is_last else Scene(clips, text, after=0)
 
 
 def lumina(given: Arguments, transformer: Any) -> Scene:

@@ -151,7 +151,7 @@ class Report(io.ComfyNode):  # type: ignore[name-defined, misc]
 
     @classmethod
     def execute(cls, model: Any, after: Any) -> Any:
-        text = str(comfyui.stats(model))
+        text = comfyui.report(model)
         return io.NodeOutput(text, after, ui=api.ui.PreviewText(text))
 
 

@@ -17,7 +17,7 @@ HOST = Host("ComfyUI", "comfyui", ("0.3.64", "0.3.75", "0.8.0", "0.19.3"))
 KEY = "rainfusion"  # of our wrapper and callbacks in a patcher
 Override = Callable[..., Tensor]  # (dense attention, q, k, v, heads, ...) -> its result
 _OVERRIDE = "optimized_attention_override"
-_PATCHER = ("clone", "model", "model_options", "add_wrapper_with_key", "remove_wrappers_with_key",
+_PATCHER = ("clone", "model", "model_options", "wrappers", "add_wrapper_with_key", "remove_wrappers_with_key",
             "add_callback_with_key", "remove_callbacks_with_key", "get_model_object")  # fmt: skip
 
 # what dense attention is called with beside the tensors, and what does not change a result
@@ -33,7 +33,9 @@ def version() -> str | None:
 
 
 def node_api() -> Any:
-    """What nodes are made of: `io`, `ui`, `ComfyExtension`."""
+    """What nodes are made of: `io`, `ui`, `ComfyExtension`; asked for by a clone, too, for which pip checked nothing."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
+        raise ImportError(f"rainfusion needs torch 2.11 or later, found {torch.__version__}: update ComfyUI's torch")
     with HOST.names(version()):
         api = import_module("comfy_api.latest")
         for name in ("io", "ui", "ComfyExtension"):
@@ -53,7 +55,9 @@ def diffusion_model(patcher: Any) -> torch.nn.Module:
             f"model must be a MODEL of ComfyUI, a ModelPatcher, got {type(patcher).__name__}, which has no "
             f"{', '.join(missing)}: {HOST.misfit('may be too old for it', version())}"
         )
-    return patcher.model.diffusion_model  # type: ignore[no-any-return]
+    model = patcher.model.diffusion_model
+    found: torch.nn.Module = getattr(model, "_orig_mod", model)  # of a compiled one
+    return found
 
 
 def attach(
@@ -178,6 +182,6 @@ def attention(
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
         q, k, v = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (q, k, v))
-    asked = [name for name, value in more.items() if name not in _HARMLESS and value not in (None, False)]
+    asked = [name for name, value in more.items() if name not in _HARMLESS and value is not None and value is not False]
     special = f"{', '.join(sorted(asked))} asked for with the call" if asked else None
     return Attention(q, k, v, mask, scale, special, skip_output_reshape)

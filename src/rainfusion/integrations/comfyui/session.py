@@ -27,6 +27,7 @@ _NOT_PAST = (
     "its attention call did not come past: another node has replaced the block, or this ComfyUI's own code for the "
     "model leaves out transformer_options"
 )
+_TAKEN = "its attention call did not come past: another node took the calls over inside the forward"
 _ROUNDING = 1e-5  # of noise levels: a step belongs to the part of the schedule that begins with it, in fp32 too
 
 
@@ -57,6 +58,7 @@ class Session:
         self._sigmas = (float("inf"), float("-inf"))  # above the first, and from the second on, it is dense
         self._layer: int | None = None  # whose attention call comes next
         self._previous: comfy.Override | None = None  # the override of another node
+        self._is_over = False  # the last run: what is counted next is of another
 
     # -----------------------------------------------------------------------------------------------------------------
     # a run of a sampler
@@ -64,13 +66,19 @@ class Session:
     def before_run(self, patcher: Any) -> None:
         """Counts begin again. The patcher is the one that runs: nodes behind ours may have changed its schedule."""
         self.decider.reset()
+        self._is_over = False
         start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
         end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
         self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 + _ROUNDING))
 
     def after_run(self, patcher: Any) -> None:
         """Also after an interrupt or an error."""
-        stats = self.decider.stats()
+        self._is_over = True
+        try:
+            stats = self.decider.stats()
+        except RuntimeError as error:  # the device has failed: that is the error to see, and not ours on top of it
+            _log.warning("RainFusion, %s: the counts cannot be read: %s", self.decider.model, error)
+            return
         if stats.sparse_calls or stats.dense_calls:
             _log.info("RainFusion, %s: %s", self.decider.model, stats.summary.replace("\n", "\n    "))
 
@@ -79,6 +87,9 @@ class Session:
 
     def around_forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """ComfyUI's wrapper of the transformer's forward."""
+        if self._is_over:  # and nobody said that another begins: of two models of a guider, say
+            self.decider.reset()
+            self._is_over = False
         given = comfy.arguments(executor, args, kwargs)
         transformer, travelling = executor.class_obj, comfy.options(given)
         self.decider.begin(
@@ -89,7 +100,8 @@ class Session:
         self._previous = comfy.override_of(travelling)
         with self._entering(transformer), comfy.overriding(travelling, self.override):
             out = executor(*args, **kwargs)
-        self.decider.end(lambda layer: _NOT_PAST)
+            is_ours = comfy.override_of(travelling) == self.override
+        self.decider.end(lambda layer: _NOT_PAST if is_ours else _TAKEN)
         return out
 
     def _scene(self, given: dict[str, Any], transformer: Any) -> Scene | NoGrid:

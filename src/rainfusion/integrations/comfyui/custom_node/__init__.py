@@ -9,8 +9,9 @@ from pathlib import Path
 
 try:
     import rainfusion.integrations.comfyui  # noqa: F401
-except ImportError:  # not installed, or a folder of that name came first
-    sys.modules.pop("rainfusion", None)
+except ImportError:  # not installed, too old, or a folder of that name came first
+    for name in [name for name in sys.modules if name.split(".")[0] == "rainfusion"]:
+        del sys.modules[name]
     sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from rainfusion.integrations.comfyui.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, comfy_entrypoint
