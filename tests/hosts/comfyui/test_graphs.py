@@ -112,6 +112,14 @@ def test_reasons_are_counted(graphs):
     assert "dense: 4 calls: fewer than 100000 tokens (min_tokens)" in shown["5"]["text"][0]
 
 
+def test_a_report_behind_a_bypassed_node_says_so(graphs):
+    nodes = graph("wan", "bypassed", {})
+    del nodes["2"]
+    nodes["3"]["inputs"]["model"] = nodes["5"]["inputs"]["model"] = ["1", 0]
+    shown = graphs.run(nodes)
+    assert "not on this model, or bypassed" in shown["5"]["text"][0] and "bypassed" in graphs.kept
+
+
 def test_a_bad_layer_is_an_error_in_words(graphs):
     with pytest.raises(AssertionError, match="skip_layers must be layers of WanModel, which has 2"):
         graphs.run(graph("wan", "bad", {"skip_layers": "7"}))

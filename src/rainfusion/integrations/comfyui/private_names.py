@@ -33,7 +33,8 @@ def version() -> str | None:
 
 
 def node_api() -> Any:
-    """What nodes are made of: `io`, `ui`, `ComfyExtension`; asked for by a clone, too, for which pip checked nothing."""
+    """What nodes are made of: `io`, `ui`, `ComfyExtension`."""
+    # a clone asks, too, for which pip checked nothing
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
         raise ImportError(f"rainfusion needs torch 2.11 or later, found {torch.__version__}: update ComfyUI's torch")
     with HOST.names(version()):
