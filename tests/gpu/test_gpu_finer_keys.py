@@ -9,7 +9,7 @@ from helpers import gpu
 from helpers.gpu import BF16, FP16, FP32
 from rainfusion import BlockMask, sparse_attention
 
-pytestmark = [gpu.ON_GPU, pytest.mark.parametrize("pair", [(128, 64), (128, 32)], ids=str)]
+pytestmark = [*gpu.ON_GPU, pytest.mark.parametrize("pair", [(128, 64), (128, 32)], ids=str)]
 
 GRID, TXT = (3, 9, 13), 21
 VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=GRID, txt_len=TXT, predictor="submeans")
