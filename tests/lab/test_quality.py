@@ -95,6 +95,15 @@ def test_the_true_mass_is_that_of_dense_attention(order, monkeypatch):
             assert torch.allclose(mass[:, :, i, j], probs[:, :, rows][..., columns].sum((2, 3)), atol=1e-3)
 
 
+@pytest.mark.parametrize("keys", [64, 32])
+def test_mass_of_finer_blocks_of_keys_adds_up_to_that_of_the_others(keys):
+    q, k = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    whole = rules.attention_mass(q, k, TokenLayout.build(300))
+    fine = rules.attention_mass(q, k, TokenLayout.build(300, block_size=keys), q_block=128)
+    parts = torch.nn.functional.pad(fine, (0, -fine.shape[3] % (128 // keys)))
+    torch.testing.assert_close(parts.unflatten(3, (-1, 128 // keys)).sum(4), whole)
+
+
 def sparge_by_definition(q, k, layout, amount, form, threshold):
     """One batch element and head: q, k [S, D]."""
     blocks = blocks_of(layout)

@@ -25,7 +25,7 @@ from rainfusion.lab import rules
 from rainfusion.lab.model import Grid, Place, arguments_at, dense
 from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
-from rainfusion.options import RECOMMENDED, TokenOrder, Window
+from rainfusion.options import RECOMMENDED, TokenOrder, Window, sides
 from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
 
@@ -78,8 +78,13 @@ class Candidate:
         return ", ".join(words)
 
     def layout(self, place: Place, device: torch.device) -> TokenLayout:
-        """The layout of its blocks in a call."""
-        return _layout(place.grid, place.text, self.token_order, self.options.get("block_size", 128), device)
+        """The layout of its blocks of keys in a call."""
+        return _layout(place.grid, place.text, self.token_order, self.block_sides[1], device)
+
+    @property
+    def block_sides(self) -> tuple[int, int]:
+        """Tokens of a block of queries, and of one of keys."""
+        return sides(self.options.get("block_size", 128))
 
     def arguments(self, place: Place, amount: float) -> dict[str, Any]:
         """Keywords of `sparse_attention` for one call."""
@@ -253,6 +258,12 @@ METHODS = (
         for order in (*_WINDOWS, (1, 8, 16), "raster")
     ),
     *(ours(f"rf_v2 {_x(order)} free submeans compensate", **_BEST, token_order=order) for order in _WINDOWS),
+    *(
+        ours(
+            f"rf_v2 2x8x8 free submeans compensate, {keys} keys", **_BEST, token_order=(2, 8, 8), block_size=(128, keys)
+        )
+        for keys in (64, 32)
+    ),
     ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
     ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),
     ours("rf_v2 calibrated", token_order=(4, 4, 8), knob="profile", note="budgets of layers and heads by a profile"),

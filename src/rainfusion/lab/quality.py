@@ -223,11 +223,12 @@ class Study:
             return None
         if method.family == "dense":
             return 1.0
-        key = (method.token_order, method.options.get("block_size", 128))
+        key = (method.token_order, method.block_sides)
         if key not in self._masses:
             layouts = [method.layout(call.place, call.q.device) for call in self.calls]
             calls = zip(self.calls, layouts, strict=True)
-            self._masses[key] = [rules.attention_mass(call.q, call.k, layout) for call, layout in calls]
+            rows = method.block_sides[0]
+            self._masses[key] = [rules.attention_mass(call.q, call.k, layout, q_block=rows) for call, layout in calls]
         pairs = zip(self._masses[key], self._choices(method), strict=True)
         return _mean(recall(mass, choice(amount)) for mass, choice in pairs)
 

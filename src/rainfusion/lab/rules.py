@@ -33,32 +33,36 @@ _CHUNK_BYTES = 256 * 2**20  # the most fp32 probabilities that are held at a tim
 # bounds
 
 
-def attention_mass(q: Tensor, k: Tensor, layout: TokenLayout, scale: float | None = None) -> Tensor:
+def attention_mass(
+    q: Tensor, k: Tensor, layout: TokenLayout, scale: float | None = None, *, q_block: int | None = None
+) -> Tensor:
     """mass[i, j] = sum over q in block i, k in block j of softmax_k(scale q . k): fp32 [B, H, NQ, NK].
 
-    A row sums to the number of its queries. One head and some rows at a time.
+    A row sums to the number of its queries. One head and some rows at a time. q_block: tokens of a block of queries, if
+    they are not those of the layout, which is that of the keys.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    size, blocks = layout.block_size, layout.num_blocks
-    mass = torch.empty((*q.shape[:2], blocks, blocks), dtype=torch.float32, device=q.device)
-    rows = max(1, _CHUNK_BYTES // (4 * size * size * blocks))
+    size, blocks, q_block = layout.block_size, layout.num_blocks, q_block or layout.block_size
+    q_blocks = -(-layout.seq_len // q_block)
+    mass = torch.empty((*q.shape[:2], q_blocks, blocks), dtype=torch.float32, device=q.device)
+    rows = max(1, _CHUNK_BYTES // (4 * q_block * size * blocks))
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             queries, keys = (layout.reorder(x[b, h]).float() for x in (q, k))
             keys = F.pad(keys, (0, 0, 0, blocks * size - layout.seq_len))
-            for first in range(0, blocks, rows):
-                part = queries[first * size : (first + rows) * size]
-                mass[b, h, first : first + rows] = _mass_of_rows(part, keys, layout, scale)
+            for first in range(0, q_blocks, rows):
+                part = queries[first * q_block : (first + rows) * q_block]
+                mass[b, h, first : first + rows] = _mass_of_rows(part, keys, layout, scale, q_block)
     return mass
 
 
-def _mass_of_rows(queries: Tensor, keys: Tensor, layout: TokenLayout, scale: float) -> Tensor:
-    """Queries [rows, D] and padded keys [NK * size, D] -> the mass of each block, [ceil(rows / size), NK]."""
+def _mass_of_rows(queries: Tensor, keys: Tensor, layout: TokenLayout, scale: float, q_block: int) -> Tensor:
+    """Queries [rows, D] and padded keys [NK * size, D] -> the mass of each block, [ceil(rows / q_block), NK]."""
     logits = (queries @ keys.mT).mul_(scale)
     logits[:, layout.seq_len :] = -torch.inf
     sums = logits.softmax(-1).unflatten(1, (-1, layout.block_size)).sum(2)  # [rows, NK]
-    sums = F.pad(sums, (0, 0, 0, -len(sums) % layout.block_size))
-    mass: Tensor = sums.unflatten(0, (-1, layout.block_size)).sum(1)
+    sums = F.pad(sums, (0, 0, 0, -len(sums) % q_block))
+    mass: Tensor = sums.unflatten(0, (-1, q_block)).sum(1)
     return mass
 
 
