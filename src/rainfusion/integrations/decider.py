@@ -23,7 +23,7 @@ from torch import Tensor
 from rainfusion import ops, planning
 from rainfusion.calls import Call, Inputs
 from rainfusion.integrations.scenes import NoGrid, Placed, Scene
-from rainfusion.integrations.settings import Settings, check_layers
+from rainfusion.integrations.settings import Settings, Stage, check_layers
 from rainfusion.integrations.stats import Stats, Tally
 from rainfusion.planning import Plan
 
@@ -80,6 +80,8 @@ class _Forward(NamedTuple):
 
     scene: Scene | Dense
     why_dense: Dense | None  # whatever the scene is: the user wants this step dense, say
+    stage: Stage | None = None  # where in the run, with a schedule
+    step: int | None = None
 
 
 _NOT_BEGUN = _Forward(Dense.unsupported("the transformer's forward has not run"), None)
@@ -166,7 +168,11 @@ class Decider:
             )
         else:
             found = Dense.unsupported(f"no grid: {scene}") if isinstance(scene, NoGrid) else scene
-        self._forward = _Forward(found, self._why_step_is_dense(step, steps) if dense is None else dense.again())
+        why = self._why_step_is_dense(step, steps) if dense is None else dense.again()
+        stage = self.settings.stage(step, steps)
+        if why is None and stage is None and not self.settings.schedule.is_constant:
+            why = Dense.unsupported("how many steps there are is not known, and schedule depends on it")
+        self._forward = _Forward(found, why, stage, step)
         self._entered.clear()
         self._reached.clear()
 
@@ -188,7 +194,9 @@ class Decider:
         if not self.needs_step:
             return None
         if step is None:
-            return Dense.unsupported("which step it is is not known, and start_step or end_step depends on it")
+            return Dense.unsupported(
+                "which step it is is not known, and start_step, end_step or schedule depends on it"
+            )
         reason = self.settings.why_step_is_dense(step, steps)
         return None if reason is None else Dense.asked(reason)
 
@@ -275,14 +283,14 @@ class Decider:
         if self.observer is not None:
             self.observer(self.full_name(layer), inputs, way.plan)
             raise Dense.asked("the call is observed")
-        out = run(self.tally, layer, inputs, way)
+        out = run(self.tally, layer, inputs, way, None if self._forward.stage is None else self._forward.step)
         if pairs_are_keys and inputs.keep is not None:
             out = out.masked_fill(~inputs.keep[:, None, :, None], 0.0)  # a padding query sees no key
         return out
 
     def way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
         """How to run a call of this shape: found once, then known. Raises the reason if it is dense."""
-        key = (inputs.shapes, scene, scale, layer if self.settings.profile is not None else None)
+        key = (inputs.shapes, scene, scale, layer if self.settings.profile is not None else None, self._forward.stage)
         found = self._ways.get(key)
         if found is None:
             if len(self._ways) >= _MOST_WAYS:
@@ -302,7 +310,7 @@ class Decider:
         if inputs.q.shape[2] < settings.fewest_tokens:
             raise Dense.expected(f"fewer than {settings.fewest_tokens} tokens (min_tokens)")
         name = self.full_name(layer)
-        method = settings.method_for(name, placed.frames)
+        method = settings.method_for(name, placed.frames, self._forward.stage)
         if settings.profile is not None and len(method.sparsities) != heads:
             raise ValueError(f"the profile has {len(method.sparsities)} heads for {name}, which has {heads}")
         try:
@@ -366,13 +374,13 @@ def place(scene: Scene, inputs: Inputs) -> Placed:
     return placed
 
 
-def run(tally: Tally, layer: int, inputs: Inputs, way: Way) -> Tensor:
-    """A sparse call, counted."""
+def run(tally: Tally, layer: int, inputs: Inputs, way: Way, step: int | None = None) -> Tensor:
+    """A sparse call, counted; with a step, for that step, too."""
     out, _, mask = ops.attend(inputs, way.call, way.plan)
     if mask is None:
         tally.sparse(layer, way.words)
     else:
-        tally.sparse(layer, way.words, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks)
+        tally.sparse(layer, way.words, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks, step)
     return out
 
 

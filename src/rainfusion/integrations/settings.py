@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rainfusion import checks
 from rainfusion.backends import NAMES as BACKEND_NAMES
 from rainfusion.options import OPTION_NAMES, Method, MethodOptions
 from rainfusion.profiles import Profile
+from rainfusion.schedules import Schedule, ScheduleSource
 
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
 _SHOWN = 8  # layers that a message lists
@@ -21,6 +22,13 @@ _SHOWN = 8  # layers that a message lists
 OnUnsupported = Literal["dense", "error"]
 SkipLayers = str | int | Sequence[int]
 ProfileSource = str | Path | Profile | Mapping[str, Any]
+
+
+class Stage(NamedTuple):
+    """A step among the sparse ones of a run."""
+
+    step: int  # from 0
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Settings:
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         profile: a budget for each layer and head.
+        schedule: how the blocks are shared out among the steps that are not dense; `sparsity` is the mean.
         backend: `"auto"`, or the name of the one that has to run.
     """
 
@@ -46,6 +55,7 @@ class Settings:
     on_unsupported: OnUnsupported = "dense"
     profile: Profile | None = None
     backend: str = "auto"
+    schedule: Schedule = Schedule()  # noqa: RUF009 # frozen
 
     @classmethod
     def check(
@@ -59,10 +69,17 @@ class Settings:
         min_tokens: int | None = None,
         on_unsupported: OnUnsupported = "dense",
         profile: ProfileSource | None = None,
+        schedule: ScheduleSource = "constant",
         backend: str = "auto",
     ) -> Settings:
         """From unchecked arguments; `changes` apply to `method`, or to the recommended one."""
         chosen = changed(method, changes or {})
+        shape = Schedule.of(schedule)
+        if not shape.is_constant and (chosen.target_error is not None or chosen.sparse_type == "ada_bsa"):
+            other = (
+                "target_error" if chosen.target_error is not None else "ada_bsa, whose blocks are found call by call"
+            )
+            raise ValueError(f"schedule shares out a sparsity, and not {other}: leave one of them out")
         loaded = None
         if profile is not None:
             _check_no_other_budget(chosen)
@@ -77,22 +94,39 @@ class Settings:
             on_unsupported=checks.choice("on_unsupported", on_unsupported, ("dense", "error")),
             profile=loaded,
             backend=checks.choice("backend", backend, ("auto", *BACKEND_NAMES)),
+            schedule=shape,
         )
 
     @property
     def needs_steps(self) -> bool:
-        """Whether some steps are dense, so that the host has to say which step it is."""
-        return bool(self.start_step or self.end_step)
+        """Whether steps differ, so that the host has to say which step it is."""
+        return bool(self.start_step or self.end_step) or not self.schedule.is_constant
 
     @property
     def fewest_tokens(self) -> int:
         return MIN_TOKENS if self.min_tokens is None else self.min_tokens
 
-    def method_for(self, layer: str, frames: int) -> Method:
-        """The method of a layer's calls; an image has one frame."""
-        if self.profile is None:
-            return self.method.for_frames(frames)
-        return replace(self.method, sparsity=self.profile.of(layer))
+    def method_for(self, layer: str, frames: int, stage: Stage | None = None) -> Method:
+        """The method of a layer's calls; an image has one frame. `stage`: where in the run, with a schedule."""
+        method = self.method.for_frames(frames)
+        if self.profile is not None:
+            method = replace(self.method, sparsity=self.profile.of(layer))
+        if stage is None or method.sparsity is None:
+            return method
+        if isinstance(method.sparsity, tuple):
+            return replace(method, sparsity=tuple(self._sparsity_at(stage, share) for share in method.sparsity))
+        return replace(method, sparsity=self._sparsity_at(stage, method.sparsity))
+
+    def _sparsity_at(self, stage: Stage, mean: float) -> float:
+        return 1.0 - self.schedule.densities(1.0 - mean, stage.steps)[stage.step]
+
+    def stage(self, step: int | None, total: int | None) -> Stage | None:
+        """Where a step lies among those that are not dense. None: without a schedule, or where that is not known."""
+        if self.schedule.is_constant or step is None or total is None:
+            return None
+        first = _number(self.start_step, total)
+        steps = total - first - _number(self.end_step, total)
+        return Stage(step - first, steps) if 0 <= step - first < steps else None
 
     def why_step_is_dense(self, step: int, total: int | None) -> str | None:
         """start_step and end_step in words, if one of them covers this step."""

@@ -38,13 +38,14 @@ class Tally:
         self.layers = [LayerTally() for _ in range(layers)]
         self.reasons: Counter[str] = Counter()
         self.layouts: Counter[str] = Counter()
+        self.steps: dict[int, LayerTally] = {}  # of all layers, where the steps differ
 
-    def sparse(self, layer: int, layout: str, kept: Tensor | int = 0, blocks: int = 0) -> None:
-        entry = self.layers[layer]
-        entry.sparse_calls += 1
-        entry.kept = entry.kept + kept
-        entry.blocks += blocks
+    def sparse(self, layer: int, layout: str, kept: Tensor | int = 0, blocks: int = 0, step: int | None = None) -> None:
+        call = LayerTally(1, 0, kept, blocks)
+        self.layers[layer].add(call)
         self.layouts[layout] += 1
+        if step is not None:
+            self.steps.setdefault(step, LayerTally()).add(call)
 
     def dense(self, layer: int, reason: str) -> None:
         self.layers[layer].dense_calls += 1
@@ -54,8 +55,13 @@ class Tally:
         """The calls of the same layers at another time."""
         for entry, more in zip(self.layers, other.layers, strict=True):
             entry.add(more)
+        self._add_counts(other)
+
+    def _add_counts(self, other: Tally) -> None:
         self.reasons.update(other.reasons)
         self.layouts.update(other.layouts)
+        for step, entry in other.steps.items():
+            self.steps.setdefault(step, LayerTally()).add(entry)
 
     @classmethod
     def side_by_side(cls, tallies: Iterable[Tally]) -> Tally:
@@ -63,8 +69,7 @@ class Tally:
         whole = cls(0)
         for tally in tallies:
             whole.layers += tally.layers
-            whole.reasons.update(tally.reasons)
-            whole.layouts.update(tally.layouts)
+            whole._add_counts(tally)
         return whole
 
 
@@ -83,6 +88,7 @@ class Stats:
         density: the share of blocks that each layer computed in its sparse calls; None where there was none.
         layouts: which grids were found, and in how many sparse calls.
         calls: the sparse and the dense calls of each layer.
+        steps: the share of blocks that each step computed in its sparse calls, where a schedule makes them differ.
     """
 
     sparse_calls: int
@@ -91,6 +97,7 @@ class Stats:
     density: dict[str, float | None]
     layouts: dict[str, int]
     calls: dict[str, tuple[int, int]] = field(repr=False)
+    steps: dict[int, float] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, tallies: Mapping[str, tuple[Sequence[str], Tally]]) -> Stats:
@@ -99,9 +106,12 @@ class Stats:
         layouts: Counter[str] = Counter()
         density: dict[str, float | None] = {}
         calls: dict[str, tuple[int, int]] = {}
+        steps: dict[int, LayerTally] = {}
         for prefix, (names, tally) in tallies.items():
             reasons.update(tally.reasons)
             layouts.update(tally.layouts)
+            for step, entry in tally.steps.items():
+                steps.setdefault(step, LayerTally()).add(entry)
             for name, entry in zip(names, tally.layers, strict=True):
                 full = f"{prefix}.{name}" if prefix else name
                 density[full] = entry.density()
@@ -113,6 +123,7 @@ class Stats:
             density=density,
             layouts=dict(layouts.most_common()),
             calls=calls,
+            steps={step: share for step, entry in sorted(steps.items()) if (share := entry.density()) is not None},
         )
 
     @property
@@ -128,6 +139,8 @@ class Stats:
         lines = [f"{self.sparse_calls} sparse and {self.dense_calls} dense attention calls{share}"]
         lines += [f"dense: {_calls(count)}: {reason}" for reason, count in self.reasons.items()]
         lines += [f"sparse: {_calls(count)}: {layout}" for layout, count in self.layouts.items()]
+        if self.steps:
+            lines.append("blocks computed, step by step: " + " ".join(f"{share:.0%}" for share in self.steps.values()))
         return "\n".join(lines)
 
     def __str__(self) -> str:

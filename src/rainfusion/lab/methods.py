@@ -28,6 +28,7 @@ from rainfusion.layout import TokenLayout
 from rainfusion.options import RECOMMENDED, TokenOrder, Window, sides
 from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
+from rainfusion.schedules import Schedule, ScheduleSource
 
 Family = Literal["dense", "ours", "rule", "bound"]
 Knob = Literal["sparsity", "cdf_threshold", "target_error", "profile"]
@@ -52,6 +53,7 @@ class Candidate:
     one_branch: bool = False  # whether the prompted half of guidance predicts for both
     note: str = ""
     budgets: Callable[[float], Mapping[str, Sequence[float]]] | None = None  # by layer and head, for the knob "profile"
+    schedule: Schedule = Schedule()  # noqa: RUF009 # frozen
 
     def __post_init__(self) -> None:
         if self.family not in get_args(Family):
@@ -75,6 +77,7 @@ class Candidate:
         words += [] if self.knob == "sparsity" else [f"by {self.knob}"]
         words += [] if self.every == 1 else [f"mask of every {self.every} steps"]
         words += ["mask of the prompted branch"] if self.one_branch else []
+        words += [] if self.schedule.is_constant else [f"in the ratios {', '.join(map(str, self.schedule.points))}"]
         return ", ".join(words)
 
     def layout(self, place: Place, device: torch.device) -> TokenLayout:
@@ -137,8 +140,12 @@ class Attend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         if place.step < self.dense_steps:
             return dense(q, k, v, place)
+        amount = self.amount
+        if not self.method.schedule.is_constant:
+            steps = place.steps - self.dense_steps
+            amount = self.method.schedule.densities(amount, steps)[place.step - self.dense_steps]
         with own_precision(q.device):
-            options = {"backend": self.backend, **self.method.arguments(place, self.amount)}
+            options = {"backend": self.backend, **self.method.arguments(place, amount)}
             out, mask = sparse_attention(q, k, v, **options, mask=self._mask(q, k, v, place), return_mask=True)
         self.kept.append(mask.counts.sum(dtype=torch.int64))
         self.blocks += mask.indices.numel()
@@ -163,7 +170,14 @@ class Attend:
 
 
 def ours(
-    name: str, *, knob: Knob = "sparsity", every: int = 1, one_branch: bool = False, note: str = "", **options: Any
+    name: str,
+    *,
+    knob: Knob = "sparsity",
+    every: int = 1,
+    one_branch: bool = False,
+    schedule: ScheduleSource = "constant",
+    note: str = "",
+    **options: Any,
 ) -> Candidate:
     """A method of this library.
 
@@ -172,10 +186,11 @@ def ours(
         knob: the argument of `sparse_attention` that sets how much is kept.
         every: how many steps share a mask.
         one_branch: whether the prompted half of guidance predicts for both.
+        schedule: how the amount is shared out among the steps.
         note: a remark for the list of methods.
         **options: keywords of `sparse_attention`.
     """
-    return Candidate(name, "ours", options, knob, None, every, one_branch, note)
+    return Candidate(name, "ours", options, knob, None, every, one_branch, note, schedule=Schedule.of(schedule))
 
 
 def rule(name: str, function: Rule, *, family: Family = "rule", note: str = "", **options: Any) -> Candidate:
@@ -263,6 +278,15 @@ METHODS = (
             f"rf_v2 2x8x8 free submeans compensate, {keys} keys", **_BEST, token_order=(2, 8, 8), block_size=(128, keys)
         )
         for keys in (64, 32)
+    ),
+    *(
+        ours(f"rf_v2 2x8x8 free submeans compensate, {words}", **_BEST, token_order=(2, 8, 8), schedule=schedule)
+        for words, schedule in (
+            ("falling", [5.0, 1.0]),
+            ("falling gently", [2.0, 1.0]),
+            ("falling steeply", [12.0, 1.0]),
+            ("falling fast", [9.0, 3.0, 2.0, 1.5, 1.0]),
+        )
     ),
     ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
     ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),

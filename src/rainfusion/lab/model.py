@@ -24,6 +24,7 @@ from rainfusion.api import sparse_attention
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
 from rainfusion.options import Method, MethodOptions
 from rainfusion.profiles import Profile
+from rainfusion.schedules import Schedule, ScheduleSource
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,6 +44,7 @@ class Place(NamedTuple):
     step: int
     grid: Grid  # (t, h, w) of the tokens after the text
     text: int  # how many text tokens come before the grid
+    steps: int = 1  # of the sample
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Place], Tensor]  # q, k, v [B, N, S, D] -> [B, N, S, D]
@@ -58,6 +60,7 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
     sparsity: float = 0.0,
     *,
     profile: Profile | None = None,
+    schedule: ScheduleSource = "constant",
     backend: str = "auto",
     **options: Unpack[MethodOptions],
 ) -> Attention:
@@ -66,15 +69,18 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
     Args:
         sparsity: the share of blocks to skip.
         profile: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
+        schedule: how the blocks are shared out among the steps, see `enable`; `sparsity` is the mean.
         backend: as for `sparse_attention`.
         options: the fields of `Method`; those left out are as `enable` has them.
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
-    method = Method.recommended(**{"sparsity": sparsity, **options})
+    method, shape = Method.recommended(**{"sparsity": sparsity, **options}), Schedule.of(schedule)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         chosen = method if profile is None else replace(method, **profile.arguments(str(place.layer)))
+        if not shape.is_constant and profile is None:
+            chosen = replace(method, sparsity=1.0 - shape.densities(1.0 - sparsity, place.steps)[place.step])
         grid = None if method.sparse_type is None else place.grid
         return sparse_attention(q, k, v, method=chosen, txt_len=place.text, latent_shape_q=grid, backend=backend)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rainfusion.lab.data import EMPTY
-from rainfusion.lab.model import Attention, DiT, dense
+from rainfusion.lab.model import Attention, DiT, Place, dense
 
 SHIFT = 2.0  # moves times towards the noise
 STEPS = 24
@@ -59,9 +59,13 @@ def sample(
     device = model.patches.weight.device
     x = noise(len(prompts), (3, frames, size, size), seed).to(device)
     prompts, schedule = prompts.to(device), times(steps, shift).tolist()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        return attention(q, k, v, place._replace(steps=steps))
+
     for step in range(steps):
         now, then = schedule[step : step + 2]
-        x = x + (then - now) * _velocity(model, x, now, prompts, attention, step, guidance)
+        x = x + (then - now) * _velocity(model, x, now, prompts, attend, step, guidance)
     return (x / 2 + 0.5).clamp(0, 1)
 
 

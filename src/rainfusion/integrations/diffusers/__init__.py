@@ -36,6 +36,7 @@ from rainfusion.options import OPTION_NAMES, VIDEO_SPARSITY, Method, MethodOptio
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import OPTIONS as PROFILE_OPTIONS
 from rainfusion.profiles import Profile
+from rainfusion.schedules import ScheduleSource
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +59,7 @@ class EnableOptions(CalibrateOptions, total=False):
     """The keywords of `enabled`; see `enable` what they are."""
 
     profile: ProfileSource | None
+    schedule: ScheduleSource
 
 
 class Handle:
@@ -110,6 +112,7 @@ def enable(
     min_tokens: int | None = None,
     on_unsupported: OnUnsupported = "dense",
     profile: ProfileSource | None = None,
+    schedule: ScheduleSource = "constant",
     backend: str = "auto",
     **changes: Unpack[MethodOptions],
 ) -> Handle:
@@ -126,6 +129,10 @@ def enable(
         on_unsupported: `"dense"`: a call that cannot be sparse is dense, and counted with its reason; or `"error"`.
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
             token_order, predictor, compensate and first_frame that it was measured with.
+        schedule: how the blocks of a run are shared out among its steps, of which `sparsity` is the mean: `"constant"`,
+            `"falling"` (from five thirds of the mean density to a third of it), numbers at evenly spaced points of the
+            run such as `[5, 3, 1]`, or a function of the share of it that is done. Only ratios count; dense steps are
+            left out of it.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
         changes: options of the method by name, such as `sparsity=0.8` or `predictor="mean"`, see `Method`. `sparsity`
             left out is 0.6 for images and 0.8 for video; `compensate=None` is with rf_v2.
@@ -142,6 +149,7 @@ def enable(
         min_tokens=min_tokens,
         on_unsupported=on_unsupported,
         profile=profile,
+        schedule=schedule,
         backend=backend,
     )
     return _start(pipe_or_transformer, settings)
@@ -270,6 +278,10 @@ def _check_steps_are_known(settings: Settings) -> None:
                 f"{name}={steps} needs the number of steps, which a transformer alone does not know: enable the "
                 "pipeline"
             )
+    if not settings.schedule.is_constant:
+        raise ValueError(
+            "schedule needs the number of steps, which a transformer alone does not know: enable the pipeline"
+        )
 
 
 def _warn(models: dict[str, nn.Module], settings: Settings) -> None:
