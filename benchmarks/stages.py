@@ -36,6 +36,8 @@ def main() -> None:
     grid = list(shape.latent_shape) if shape.latent_shape else None
     call: dict[str, Any] = dict(sparse_type="rf_v2", sparsity=shape.sparsity)
     call.update(latent_shape_q=grid, txt_len=shape.txt_len, **(RECOMMENDED if args.recommended else {}))
+    if args.keys != 128:
+        call.update(block_size=(128, args.keys))
     print(f"{torch.cuda.get_device_name()}, {args.shape} {list(size)} bf16, torch {torch.__version__}", flush=True)
     with torch.inference_mode():
         _kernels(q, k, v, call, args)
@@ -45,7 +47,7 @@ def main() -> None:
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse.Namespace) -> None:
     """The attention kernel alone: TFLOP/s on the kept blocks."""
-    mask = random_mask(q, k, args.density)
+    mask = random_mask(q, k, args.density, args.keys)
     kept = int(mask.counts.sum(dtype=torch.int64))
     flops = 4.0 * q.shape[3] * mask.q_block * mask.k_block * kept
     for name, precision in ((name, p) for name in args.backend for p in args.precision):
@@ -56,7 +58,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argpar
         keys = backend.prepare(request)
         ms, best = median(partial(backend.attend, request, keys, mask), args.seconds)
         print(
-            f"{name} kernel, {precision}, {args.density:.0%} of the blocks: {ms:.3f} ms, "
+            f"{name} kernel, {precision}, {args.density:.0%} of the blocks, {args.keys} keys each: {ms:.3f} ms, "
             f"{flops / ms / 1e9:.0f} TFLOP/s (best {flops / best / 1e9:.0f})",
             flush=True,
         )
@@ -95,14 +97,14 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse
         )
 
 
-def random_mask(q: Tensor, k: Tensor, density: float) -> BlockMask:
+def random_mask(q: Tensor, k: Tensor, density: float, keys: int = 128) -> BlockMask:
     batch, heads = q.shape[:2]
-    rows, columns = (-(-x.shape[2] // 128) for x in (q, k))
+    rows, columns = -(-q.shape[2] // 128), -(-k.shape[2] // keys)
     parts = []
     for _ in range(heads):  # one head at a time: packing takes several times the memory of the mask
         parts.append(BlockMask.from_dense(torch.rand(batch, 1, rows, columns, device=q.device) < density))
     counts, indices = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("counts", "indices"))
-    return BlockMask(counts, indices)
+    return BlockMask(counts, indices, 128 if keys == 128 else (128, keys))
 
 
 def median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
@@ -142,7 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="stages.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  python benchmarks/stages.py wan-720p --density 0.2 --precision native int8 fp8",
+        epilog="example:\n  python benchmarks/stages.py wan-720p --density 0.2 --precision native int8 fp8\n"
+        "  python benchmarks/stages.py wan-720p --recommended --precision native --keys 32",
     )
     parser.add_argument(
         "shape", nargs="?", default="wan-720p", choices=SHAPES, metavar="SHAPE", help="default: wan-720p"
@@ -151,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", nargs="+", default=["native", "int8", "fp8"], help="default: native int8 fp8")
     parser.add_argument("--backend", nargs="+", default=["hopper", "triton"], choices=BACKENDS, help="default: both")
     parser.add_argument("--recommended", action="store_true", help="with the options that `enable` has")
+    parser.add_argument("--keys", type=int, default=128, choices=(128, 64, 32), help="of a block (default: 128)")
     parser.add_argument("--heads", type=int, help="instead of the shape's own")
     parser.add_argument("--seconds", type=float, default=2.0, help="at most so long for each stage (default: 2)")
     return parser
