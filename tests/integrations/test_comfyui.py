@@ -190,6 +190,25 @@ def test_the_schedule_is_known_to_a_model_that_no_run_began_with(x, text):
     assert comfyui.stats(fast).reasons == {"the start of the schedule is dense (dense_start)": 2}
 
 
+def test_blocks_are_shared_out_over_the_schedule(x, text):
+    """By the noise level, so that a sampler that runs a part of it computes what that part would have had."""
+    whole = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule="falling", dense_start=0.2)
+    whole.sample(x, text, (1.0, 0.8, 0.6, 0.4, 0.2))
+    stats = comfyui.stats(whole)
+    shares = list(stats.steps.values())
+    assert list(stats.steps) == [0, 25, 50, 75] and shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
+    assert stats.dense_calls == 2
+    part = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule="falling", dense_start=0.2)
+    part.sample(x, text, (0.4, 0.2))
+    assert list(comfyui.stats(part).steps.items()) == list(stats.steps.items())[2:]
+
+
+def test_a_schedule_needs_to_know_how_far_it_is(x, text):
+    fast = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule=[2, 1])
+    fast.model.diffusion_model(x, 1.0, text, transformer_options={"wrappers": fast.wrappers["diffusion_model"]})
+    assert "schedule depends on it" in next(iter(comfyui.stats(fast).reasons))
+
+
 def test_a_node_behind_ours_may_change_the_schedule(x, text):
     fast = comfyui.apply(model(), sparsity=0.7, min_tokens=0, dense_start=0.5).clone()
     fast.model = SimpleNamespace(

@@ -135,7 +135,7 @@ def test_comfyui_loads_it(graphs, folder):
         assert any(page.is_file() for page in pages)
     inputs = graphs.nodes.NODE_CLASS_MAPPINGS["RainFusionSparseAttention"].INPUT_TYPES()
     assert list(inputs["required"]) == ["model", "sparsity", "dense_start", "dense_end"]
-    assert list(inputs["optional"]) == ["skip_layers", "precision", "method", "min_tokens"]
+    assert list(inputs["optional"]) == ["skip_layers", "precision", "method", "min_tokens", "schedule"]
     for several in inputs.values():
         assert all(options["tooltip"] for _, options in several.values())
     assert all(options["advanced"] for _, options in inputs["optional"].values())

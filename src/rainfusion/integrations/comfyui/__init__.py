@@ -26,12 +26,14 @@ from rainfusion.integrations.comfyui.session import Session
 from rainfusion.integrations.settings import OnUnsupported, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
 from rainfusion.options import Method, Precision
+from rainfusion.schedules import ScheduleSource
 
 __all__ = ["FOLDER", "METHODS", "apply", "register_model", "remove", "report", "stats"]
 
 FOLDER = Path(__file__).parent / "custom_node"
 
 Preset = Literal["recommended", "published", "adaptive"]
+SCHEDULES: dict[str, ScheduleSource] = {"constant": "constant", "falling": "falling", "falling gently": (2.0, 1.0)}
 METHODS: dict[str, Method] = {
     "recommended": Method.recommended(),
     "published": Method(sparse_type="rf_v2", sparsity=None),
@@ -49,6 +51,7 @@ def apply(
     precision: Precision = "native",
     method: Preset | Method = "recommended",
     min_tokens: int | None = None,
+    schedule: ScheduleSource = "constant",
     on_unsupported: OnUnsupported = "dense",
     backend: str = "auto",
 ) -> Any:
@@ -65,6 +68,8 @@ def apply(
         method: `"recommended"`, `"published"` (RainFusion2.0 as it was published), `"adaptive"` (blocks by predicted
             mass), or a `Method`, in which `sparsity` and `precision` are replaced if they are given.
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
+        schedule: how the blocks are shared out over the part of the schedule that is not dense, of which `sparsity` is
+            the mean: `"constant"`, `"falling"`, numbers such as `[2, 1]`, or a function, see `rainfusion.enable`.
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         backend: `"auto"`, or the name of the one that has to run.
 
@@ -81,6 +86,7 @@ def apply(
         changes,  # type: ignore[arg-type]
         skip_layers=skip_layers,
         min_tokens=min_tokens,
+        schedule=schedule,
         on_unsupported=on_unsupported,
         backend=backend,
     )

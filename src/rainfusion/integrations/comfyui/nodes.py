@@ -95,6 +95,16 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                         tooltip="Shorter sequences keep full attention. 0: whatever is faster.",
                     )
                 ),
+                _advanced(
+                    io.Combo.Input(
+                        "schedule",
+                        options=list(comfyui.SCHEDULES),
+                        default="constant",
+                        optional=True,
+                        tooltip="falling: the same number of blocks, more of them early, which comes nearer to the "
+                        "original picture in the same time. falling gently: for models of 4 steps.",
+                    )
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse attention; the one that came in stays as it is.")],
         )
@@ -110,6 +120,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
         precision: Any = "native",
         method: Any = "recommended",
         min_tokens: int = 0,
+        schedule: str = "constant",
     ) -> Any:
         return io.NodeOutput(
             comfyui.apply(
@@ -121,6 +132,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                 precision=precision,
                 method=method,
                 min_tokens=min_tokens or None,
+                schedule=comfyui.SCHEDULES[schedule],
             )
         )
 

@@ -28,6 +28,7 @@ _NOT_PAST = (
     "model leaves out transformer_options"
 )
 _TAKEN = "its attention call did not come past: another node took the calls over inside the forward"
+_STAGES = 100  # of a run that a schedule knows
 _ROUNDING = 1e-5  # of noise levels: a step belongs to the part of the schedule that begins with it, in fp32 too
 
 
@@ -56,6 +57,7 @@ class Session:
         self.row, self.dense_start, self.dense_end = row, dense_start, dense_end
         self.decider = Decider(settings, layers, model=kind)
         self._sigmas = (float("inf"), float("-inf"))  # above the first, and from the second on, it is dense
+        self._stages: list[float] = []  # the noise level at the end of each stage of the part that is not dense
         self._layer: int | None = None  # whose attention call comes next
         self._previous: comfy.Override | None = None  # the override of another node
         self._is_over = False  # the last run: what is counted next is of another
@@ -70,6 +72,10 @@ class Session:
         start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
         end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
         self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 + _ROUNDING))
+        if not self.decider.settings.schedule.is_constant:
+            length = max(0.0, 1.0 - self.dense_start - self.dense_end) / _STAGES
+            ends = (self.dense_start + (stage + 1) * length for stage in range(_STAGES))
+            self._stages = [comfy.sigma_at(patcher, share) * (1.0 + _ROUNDING) for share in ends]
 
     def after_run(self, patcher: Any) -> None:
         """Also after an interrupt or an error."""
@@ -92,9 +98,12 @@ class Session:
             self._is_over = False
         given = comfy.arguments(executor, args, kwargs)
         transformer, travelling = executor.class_obj, comfy.options(given)
+        sigma = comfy.sigma(travelling) if self._needs_sigma else None
         self.decider.begin(
             self._scene(given, transformer),
-            dense=self._why_dense(travelling),
+            step=self._stage(sigma),
+            steps=_STAGES,
+            dense=self._why_dense(sigma),
             training=transformer.training and torch.is_grad_enabled(),
         )
         self._previous = comfy.override_of(travelling)
@@ -110,13 +119,22 @@ class Session:
         except NoGrid as why:
             return NoGrid(*why.args)
 
-    def _why_dense(self, travelling: dict[str, Any]) -> Dense | None:
-        if not self.dense_start and not self.dense_end:
+    @property
+    def _needs_sigma(self) -> bool:
+        return bool(self.dense_start or self.dense_end or self._stages)
+
+    def _stage(self, sigma: float | None) -> int | None:
+        """How far the run is, as a number of a stage: of the whole schedule, also where a sampler runs a part of it."""
+        if sigma is None or not self._stages:
             return None
-        sigma = comfy.sigma(travelling)
+        return min(sum(sigma <= end for end in self._stages), _STAGES - 1)
+
+    def _why_dense(self, sigma: float | None) -> Dense | None:
+        if not self._needs_sigma:
+            return None
         if sigma is None:
             return Dense.unsupported(
-                "the sampler does not say how far it is, and dense_start or dense_end depends on it"
+                "the sampler does not say how far it is, and dense_start, dense_end or schedule depends on it"
             )
         if sigma > self._sigmas[0]:
             return Dense.asked("the start of the schedule is dense (dense_start)")
