@@ -85,7 +85,12 @@ def test_an_interrupted_calibration_says_that_it_starts_anew(capsys, tmp_path, m
 
 def test_control_c_ends_a_real_run_with_a_sentence(tmp_path):
     command = [sys.executable, "-m", "rainfusion", "demo", "--device", "cpu", "--steps", "1000", "--out", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+
+    def listen():  # whoever runs the tests in the background may have told their children not to
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes, preexec_fn=listen) as running:
         for line in running.stdout:
             if line.startswith("Prompt: "):
                 break

@@ -32,9 +32,9 @@ def placed(monkeypatch):
     seen = []
     run = decider.run
 
-    def recorded(tally, layer, inputs, way):
+    def recorded(tally, layer, inputs, way, step=None):
         seen.append(way.placed)
-        return run(tally, layer, inputs, way)
+        return run(tally, layer, inputs, way, step)
 
     monkeypatch.setattr(decider, "run", recorded)
     return seen
