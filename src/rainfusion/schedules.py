@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from rainfusion import checks
+from rainfusion.options import Method
 
 ScheduleName = Literal["constant", "falling"]
 ScheduleSource = ScheduleName | Sequence[float] | Callable[[float], float]
@@ -59,6 +60,14 @@ class Schedule:
     def densities(self, mean: float, steps: int) -> tuple[float, ...]:
         """Of each of so many steps: in the ratios of the shape, with this mean, and none above 1."""
         return _densities(self.points, mean, steps)
+
+    def method_at(self, method: Method, step: int, steps: int) -> Method:
+        """The method of one of so many steps, whose sparsity, of all heads or of each, is the mean."""
+        if self.is_constant or method.sparsity is None:
+            return method
+        of_heads = method.sparsity if isinstance(method.sparsity, tuple) else (method.sparsity,)
+        found = tuple(1.0 - self.densities(1.0 - mean, steps)[step] for mean in of_heads)
+        return replace(method, sparsity=found if isinstance(method.sparsity, tuple) else found[0])
 
     def at(self, share: float) -> float:
         """The shape's value after this share of the run, 0 to 1."""

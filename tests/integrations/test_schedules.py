@@ -84,6 +84,16 @@ def test_budgets_that_are_no_sparsity_have_none(options):
         Settings.check(changes=options, schedule="falling")
 
 
+def test_each_head_keeps_its_own_mean():
+    method = Schedule.of([3, 1]).method_at(rainfusion.Method(sparse_type="rf_v2", sparsity=(0.8, 0.6)), 0, 3)
+    assert method.sparsity == pytest.approx((0.7, 0.4))
+    profile = rainfusion.Profile(sparsities={"0": (0.8, 0.6)}, sparsity=0.7, options={})
+    q, k, v = torch.randn(3, 1, 2, 16 + math.prod(GRID), 16, generator=torch.Generator().manual_seed(0)).unbind()
+    place = lab.Place(0, 0, GRID, 16, 3)
+    scheduled = lab.sparse(profile=profile, schedule=[3, 1])(q, k, v, place)
+    assert not torch.equal(scheduled, lab.sparse(profile=profile)(q, k, v, place)), "a profile is shared out, too"
+
+
 def test_in_a_pipeline():
     make, inputs, _ = PIPELINES["wan"]
     pipe = make()

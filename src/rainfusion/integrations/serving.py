@@ -89,9 +89,9 @@ class Engine:
         self._warned.clear()
         self._has_been_sparse, self._step = False, None
 
-    def warn(self, message: str) -> None:
-        """Said once."""
-        if message not in self._warned:
+    def warn(self, message: str | None) -> None:
+        """Said once; None: there is nothing to say."""
+        if message is not None and message not in self._warned:
             self._warned.add(message)
             self.say(message)
 

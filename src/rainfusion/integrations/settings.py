@@ -111,14 +111,7 @@ class Settings:
         method = self.method.for_frames(frames)
         if self.profile is not None:
             method = replace(self.method, sparsity=self.profile.of(layer))
-        if stage is None or method.sparsity is None:
-            return method
-        if isinstance(method.sparsity, tuple):
-            return replace(method, sparsity=tuple(self._sparsity_at(stage, share) for share in method.sparsity))
-        return replace(method, sparsity=self._sparsity_at(stage, method.sparsity))
-
-    def _sparsity_at(self, stage: Stage, mean: float) -> float:
-        return 1.0 - self.schedule.densities(1.0 - mean, stage.steps)[stage.step]
+        return method if stage is None else self.schedule.method_at(method, stage.step, stage.steps)
 
     def stage(self, step: int | None, total: int | None) -> Stage | None:
         """Where a step lies among those that are not dense. None: without a schedule, or where that is not known."""

@@ -102,16 +102,10 @@ class Stats:
     @classmethod
     def of(cls, tallies: Mapping[str, tuple[Sequence[str], Tally]]) -> Stats:
         """tallies: the name of a transformer ("" if it is alone) -> the names of its layers, and their tally."""
-        reasons: Counter[str] = Counter()
-        layouts: Counter[str] = Counter()
+        whole = Tally.side_by_side(tally for _, tally in tallies.values())
         density: dict[str, float | None] = {}
         calls: dict[str, tuple[int, int]] = {}
-        steps: dict[int, LayerTally] = {}
         for prefix, (names, tally) in tallies.items():
-            reasons.update(tally.reasons)
-            layouts.update(tally.layouts)
-            for step, entry in tally.steps.items():
-                steps.setdefault(step, LayerTally()).add(entry)
             for name, entry in zip(names, tally.layers, strict=True):
                 full = f"{prefix}.{name}" if prefix else name
                 density[full] = entry.density()
@@ -119,11 +113,13 @@ class Stats:
         return cls(
             sparse_calls=sum(sparse for sparse, _ in calls.values()),
             dense_calls=sum(dense for _, dense in calls.values()),
-            reasons=dict(reasons.most_common()),
+            reasons=dict(whole.reasons.most_common()),
             density=density,
-            layouts=dict(layouts.most_common()),
+            layouts=dict(whole.layouts.most_common()),
             calls=calls,
-            steps={step: share for step, entry in sorted(steps.items()) if (share := entry.density()) is not None},
+            steps={
+                step: share for step, entry in sorted(whole.steps.items()) if (share := entry.density()) is not None
+            },
         )
 
     @property

@@ -79,8 +79,7 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         chosen = method if profile is None else replace(method, **profile.arguments(str(place.layer)))
-        if not shape.is_constant and profile is None:
-            chosen = replace(method, sparsity=1.0 - shape.densities(1.0 - sparsity, place.steps)[place.step])
+        chosen = shape.method_at(chosen, place.step, place.steps)
         grid = None if method.sparse_type is None else place.grid
         return sparse_attention(q, k, v, method=chosen, txt_len=place.text, latent_shape_q=grid, backend=backend)
 

@@ -28,7 +28,7 @@ from rainfusion.integrations.stats import Stats
 from rainfusion.options import Method, Precision
 from rainfusion.schedules import ScheduleSource
 
-__all__ = ["FOLDER", "METHODS", "apply", "register_model", "remove", "report", "stats"]
+__all__ = ["FOLDER", "METHODS", "SCHEDULES", "apply", "register_model", "remove", "report", "stats"]
 
 FOLDER = Path(__file__).parent / "custom_node"
 

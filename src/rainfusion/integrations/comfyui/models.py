@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from rainfusion.checks import Grid
@@ -22,12 +20,6 @@ class Model(NamedTuple):
 
     attention: tuple[str, ...]  # modules with one self-attention call each; * is one part of a name
     scene: Rule
-
-    def layers(self, transformer: torch.nn.Module) -> list[str]:
-        """The names of those modules, in the order in which the transformer has them, compiled or not."""
-        patterns = [re.compile(re.escape(glob).replace(r"\*", r"[^.]+")) for glob in self.attention]
-        names = dict.fromkeys(name.replace("_orig_mod.", "") for name, _ in transformer.named_modules())
-        return [name for name in names if any(pattern.fullmatch(name) for pattern in patterns)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -61,37 +61,43 @@ def diffusion_model(patcher: Any) -> torch.nn.Module:
     return found
 
 
+class _Places(NamedTuple):
+    """Where a patcher keeps what is called around a forward, and before and after a run."""
+
+    around: str
+    before_run: str
+    after_run: str
+
+
+def _places() -> _Places:
+    with HOST.names(version()):
+        names = import_module("comfy.patcher_extension")
+        callbacks = names.CallbacksMP
+        return _Places(names.WrappersMP.DIFFUSION_MODEL, callbacks.ON_PRE_RUN, callbacks.ON_CLEANUP)
+
+
 def attach(
     patcher: Any, around: Callable[..., Any], before_run: Callable[[Any], None], after_run: Callable[[Any], None]
 ) -> None:
     """`around` every forward of the transformer; the others before and after a run of a sampler."""
-    with HOST.names(version()):
-        names = import_module("comfy.patcher_extension")
-        wrapper, start, end = (
-            names.WrappersMP.DIFFUSION_MODEL,
-            names.CallbacksMP.ON_PRE_RUN,
-            names.CallbacksMP.ON_CLEANUP,
-        )
     detach(patcher)
-    patcher.add_wrapper_with_key(wrapper, KEY, around)
-    patcher.add_callback_with_key(start, KEY, before_run)
-    patcher.add_callback_with_key(end, KEY, after_run)
+    places = _places()
+    patcher.add_wrapper_with_key(places.around, KEY, around)
+    patcher.add_callback_with_key(places.before_run, KEY, before_run)
+    patcher.add_callback_with_key(places.after_run, KEY, after_run)
 
 
 def detach(patcher: Any) -> None:
     """Takes off what an earlier `attach` put on this patcher, or on one that it was cloned from."""
-    with HOST.names(version()):
-        names = import_module("comfy.patcher_extension")
-        patcher.remove_wrappers_with_key(names.WrappersMP.DIFFUSION_MODEL, KEY)
-        for event in (names.CallbacksMP.ON_PRE_RUN, names.CallbacksMP.ON_CLEANUP):
-            patcher.remove_callbacks_with_key(event, KEY)
+    places = _places()
+    patcher.remove_wrappers_with_key(places.around, KEY)
+    for event in (places.before_run, places.after_run):
+        patcher.remove_callbacks_with_key(event, KEY)
 
 
 def attached(patcher: Any) -> Any | None:
     """What `attach` put around the forwards of this patcher."""
-    with HOST.names(version()):
-        names = import_module("comfy.patcher_extension")
-        found = patcher.wrappers.get(names.WrappersMP.DIFFUSION_MODEL, {}).get(KEY, [])
+    found = patcher.wrappers.get(_places().around, {}).get(KEY, [])
     return found[-1] if found else None
 
 

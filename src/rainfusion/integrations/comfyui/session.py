@@ -18,6 +18,7 @@ from torch import Tensor
 from rainfusion.integrations.comfyui import private_names as comfy
 from rainfusion.integrations.comfyui.models import Model
 from rainfusion.integrations.decider import Decider, Dense
+from rainfusion.integrations.layer_names import layer_names
 from rainfusion.integrations.scenes import NoGrid, Scene
 from rainfusion.integrations.settings import Settings
 from rainfusion.integrations.stats import Stats
@@ -51,7 +52,7 @@ class Session:
         dense_start: float = 0.0,
         dense_end: float = 0.0,
     ) -> None:
-        kind, layers = type(transformer).__name__, row.layers(transformer)
+        kind, layers = type(transformer).__name__, layer_names(transformer, row.attention)
         if not layers:
             raise ValueError(comfy.HOST.misfit(f"has no {' or '.join(row.attention)} in its {kind}", comfy.version()))
         self.row, self.dense_start, self.dense_end = row, dense_start, dense_end

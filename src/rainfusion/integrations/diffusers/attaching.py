@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +12,7 @@ from torch import nn
 
 from rainfusion.integrations.diffusers import scope
 from rainfusion.integrations.diffusers.scope import LAYER, Arrival, Scope
-
-
-def layer_names(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Of the self-attention modules, in the model's order. A * in a pattern stands for one part of a name."""
-    wanted = [pattern.split(".") for pattern in patterns]
-
-    def matches(name: str) -> bool:
-        parts = name.split(".")
-        return any(len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern)) for pattern in wanted)
-
-    return [name for name in (plain_name(name) for name, _ in model.named_modules()) if matches(name)]
-
-
-def plain_name(name: str) -> str:
-    """Without the wrappers that torch.compile puts around a block."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+from rainfusion.integrations.layer_names import plain_name
 
 
 @dataclass

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from rainfusion.integrations.decider import Decider, Observer
 from rainfusion.integrations.diffusers import private_names, scope, shards
-from rainfusion.integrations.diffusers.attaching import Attachment, layer_names
+from rainfusion.integrations.diffusers.attaching import Attachment
 from rainfusion.integrations.diffusers.models import Model
 from rainfusion.integrations.diffusers.scope import LAYER, Arrival
 from rainfusion.integrations.diffusers.steps import Steps
+from rainfusion.integrations.layer_names import layer_names
 from rainfusion.integrations.scenes import NoGrid, Scene
 from rainfusion.integrations.settings import Settings
 

@@ -77,9 +77,7 @@ class RainfusionImpl(AttentionImpl):  # type: ignore[misc, valid-type]
         prefix: str = "",
         **others: Any,
     ) -> None:
-        misfit = private_names.HOST.untested()
-        if misfit is not None:
-            ENGINE.warn(misfit)
+        ENGINE.warn(private_names.HOST.untested())
         self.causal = causal
         self.layer = ENGINE.layer(prefix.removesuffix(".impl"), softmax_scale)
         self.dense = private_names.dense(

@@ -62,9 +62,7 @@ class RainfusionImpl(AttentionImpl):  # type: ignore[misc, valid-type]
         self.options = rules.Options.of(backend_kwargs)
         ring, allgather = private_names.degrees()
         rules.check_layer(self.options, causal=causal, qkv_layout=qkv_layout, ring=ring, allgather=allgather)
-        misfit = private_names.HOST.untested()
-        if misfit is not None:
-            ENGINE.warn(misfit)
+        ENGINE.warn(private_names.HOST.untested())
         self.qkv_layout, self.number = qkv_layout, rules.layer_number(prefix)
         self.layer = ENGINE.layer(prefix, softmax_scale)
         self.dense = private_names.dense(
