@@ -15,7 +15,16 @@ from rainfusion.lab import methods
 from rainfusion.schedules import Schedule
 
 GRID = (4, 16, 24)
-SHAPES = ["constant", "falling", [1], [5, 3, 1], [1, 0, 0, 0], [0.0, 1.0], lambda share: 1 + math.cos(math.pi * share)]
+SHAPES = [
+    "auto",
+    "constant",
+    "falling",
+    [1],
+    [5, 3, 1],
+    [1, 0, 0, 0],
+    [0.0, 1.0],
+    lambda share: 1 + math.cos(math.pi * share),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -25,7 +34,8 @@ def test_the_mean_is_kept_as_far_as_it_can_be(shape, mean, steps):
     schedule = Schedule.of(shape)
     found = schedule.densities(mean, steps)
     assert len(found) == steps and all(0.0 <= density <= 1.0 for density in found)
-    weights = [schedule.at(step / (steps - 1) if steps > 1 else 0.5) for step in range(steps)]
+    shape = schedule.for_steps(steps)
+    weights = [shape.at(step / (steps - 1) if steps > 1 else 0.5) for step in range(steps)]
     most = sum(weight > 0 for weight in weights) / steps or 1.0  # steps without weight compute nothing
     assert sum(found) / steps == pytest.approx(min(mean, most))
 
@@ -46,11 +56,11 @@ def test_what_is_no_shape_says_so(shape, error):
         Schedule.of(shape)
 
 
-def densities(settings, steps, total):
+def densities(settings, steps, total, grid=GRID, made=None):
     decider = Decider(settings, ["attention"])
-    q, k, v = torch.randn(3, 1, 2, math.prod(GRID), 16, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k, v = torch.randn(3, 1, 2, math.prod(grid), 16, generator=torch.Generator().manual_seed(0)).unbind()
     for step in range(steps):
-        decider.begin(Scene((GRID,)), step=step, steps=total)
+        decider.begin(Scene((grid,)), step=step if total else None, steps=total, made=made)
         decider.attend(0, q, k, v, None, lambda: q)
     return decider.stats()
 
@@ -74,8 +84,37 @@ def test_dense_steps_are_left_out_of_it():
 
 
 def test_without_the_number_of_steps_it_is_dense_and_counted():
-    stats = densities(Settings.check(schedule="falling", min_tokens=0), 2, None)
-    assert stats.reasons == {"how many steps there are is not known, and schedule depends on it": 2}
+    decider = Decider(Settings.check(schedule="falling", min_tokens=0), ["attention"])
+    q = torch.randn(1, 2, math.prod(GRID), 16)
+    for step in range(2):
+        decider.begin(Scene((GRID,)), step=step)
+        decider.attend(0, q, q, q, None, lambda: q)
+    assert decider.stats().reasons == {"how many steps there are is not known, and schedule depends on it": 2}
+
+
+def test_auto_falls_in_videos_and_gently_with_few_steps():
+    auto = Settings.check(changes=dict(sparsity=0.7), min_tokens=0)
+    assert auto.schedule.is_auto, "the default"
+    for total, made, shape in ((8, None, "falling"), (4, None, [2, 1]), (100, 4, [2, 1]), (100, 8, "falling")):
+        asked = Settings.check(changes=dict(sparsity=0.7), min_tokens=0, schedule=shape)
+        assert densities(auto, 4, total, made=made).steps == densities(asked, 4, total).steps
+
+
+def test_auto_is_constant_in_images_and_where_steps_are_not_known():
+    auto, constant = (
+        Settings.check(changes=dict(sparsity=0.7), min_tokens=0, schedule=s) for s in ("auto", "constant")
+    )
+    known, unknown = densities(auto, 4, 8), densities(auto, 4, None)
+    assert known.density != unknown.density == densities(constant, 4, 8).density
+    assert unknown.sparse_calls == 4 and not unknown.steps
+    image = (1, 32, 48)
+    found = densities(auto, 4, 8, image)
+    assert found.density == densities(constant, 4, 8, image).density and len(set(found.steps.values())) == 1
+
+
+@pytest.mark.parametrize("options", [dict(target_error=0.1), dict(sparse_type="ada_bsa")], ids=str)
+def test_auto_leaves_other_budgets_alone(options):
+    assert Settings.check(changes=options).schedule.is_constant
 
 
 @pytest.mark.parametrize("options", [dict(target_error=0.1), dict(sparse_type="ada_bsa")], ids=str)
@@ -114,7 +153,9 @@ def test_in_the_lab():
     attend = lab.sparse(0.7, schedule=[3, 1])
     for step, density in enumerate((0.45, 0.3, 0.15)):
         place = lab.Place(0, step, GRID, 16, 3)
-        torch.testing.assert_close(attend(q, k, v, place), lab.sparse(1 - density)(q, k, v, place), rtol=0, atol=0)
+        torch.testing.assert_close(
+            attend(q, k, v, place), lab.sparse(1 - density, schedule="constant")(q, k, v, place), rtol=0, atol=0
+        )
 
 
 def test_a_sample_says_how_many_steps_it_has():

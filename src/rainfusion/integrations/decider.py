@@ -141,7 +141,7 @@ class Decider:
     @property
     def needs_step(self) -> bool:
         """Whether `begin` has to know the step: finding it out may take a host time."""
-        return self.settings.needs_steps
+        return self.settings.asks_for_steps
 
     def begin(
         self,
@@ -149,6 +149,7 @@ class Decider:
         *,
         step: int | None = None,
         steps: int | None = None,
+        made: int | None = None,
         dense: Dense | None = None,
         training: bool = False,
     ) -> None:
@@ -158,6 +159,7 @@ class Decider:
             scene: where the picture lies, or why that is not known.
             step: the number of the denoising step, from 0; read only if `needs_step`.
             steps: how many there are, if the host knows.
+            made: how many steps the run has, where `step` and `steps` count in finer ones.
             dense: why the whole forward is dense, where the host has a schedule of its own.
             training: the model is being trained: recomputed blocks must give the same as the first time.
         """
@@ -169,8 +171,9 @@ class Decider:
         else:
             found = Dense.unsupported(f"no grid: {scene}") if isinstance(scene, NoGrid) else scene
         why = self._why_step_is_dense(step, steps) if dense is None else dense.again()
-        stage = self.settings.stage(step, steps)
-        if why is None and stage is None and not self.settings.schedule.is_constant:
+        stage = self.settings.stage(step, steps, made)
+        schedule = self.settings.schedule
+        if why is None and stage is None and not (schedule.is_constant or schedule.is_auto):
             why = Dense.unsupported("how many steps there are is not known, and schedule depends on it")
         self._forward = _Forward(found, why, stage, step)
         self._entered.clear()
@@ -194,11 +197,10 @@ class Decider:
         if not self.needs_step:
             return None
         if step is None:
-            return Dense.unsupported(
-                "which step it is is not known, and start_step, end_step or schedule depends on it"
-            )
-        reason = self.settings.why_step_is_dense(step, steps)
-        return None if reason is None else Dense.asked(reason)
+            reason = "which step it is is not known, and start_step, end_step or schedule depends on it"
+            return Dense.unsupported(reason) if self.settings.needs_steps else None
+        covered = self.settings.why_step_is_dense(step, steps)
+        return None if covered is None else Dense.asked(covered)
 
     def _why_layer(self, layer: int) -> Dense | None:
         if layer in self._skipped:

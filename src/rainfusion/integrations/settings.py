@@ -29,6 +29,7 @@ class Stage(NamedTuple):
 
     step: int  # from 0
     steps: int
+    made: int | None = None  # how many the run has, where the host counts in finer ones
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Settings:
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         profile: a budget for each layer and head.
-        schedule: how the blocks are shared out among the steps that are not dense; `sparsity` is the mean.
+        schedule: how the blocks are shared out among the steps that are not dense; `sparsity` is the mean. Auto is for
+            videos, and constant with a profile, and where nobody knows how many steps there are.
         backend: `"auto"`, or the name of the one that has to run.
     """
 
@@ -55,7 +57,7 @@ class Settings:
     on_unsupported: OnUnsupported = "dense"
     profile: Profile | None = None
     backend: str = "auto"
-    schedule: Schedule = Schedule()  # noqa: RUF009 # frozen
+    schedule: Schedule = Schedule.of("auto")  # noqa: RUF009 # frozen
 
     @classmethod
     def check(
@@ -69,16 +71,20 @@ class Settings:
         min_tokens: int | None = None,
         on_unsupported: OnUnsupported = "dense",
         profile: ProfileSource | None = None,
-        schedule: ScheduleSource = "constant",
+        schedule: ScheduleSource = "auto",
         backend: str = "auto",
     ) -> Settings:
         """From unchecked arguments; `changes` apply to `method`, or to the recommended one."""
         chosen = changed(method, changes or {})
         shape = Schedule.of(schedule)
-        if not shape.is_constant and (chosen.target_error is not None or chosen.sparse_type == "ada_bsa"):
-            other = (
-                "target_error" if chosen.target_error is not None else "ada_bsa, whose blocks are found call by call"
-            )
+        other = None
+        if chosen.target_error is not None:
+            other = "target_error"
+        elif chosen.sparse_type == "ada_bsa":
+            other = "ada_bsa, whose blocks are found call by call"
+        if shape.is_auto and (other is not None or profile is not None):
+            shape = Schedule()
+        if other is not None and not shape.is_constant:
             raise ValueError(f"schedule shares out a sparsity, and not {other}: leave one of them out")
         loaded = None
         if profile is not None:
@@ -98,9 +104,14 @@ class Settings:
         )
 
     @property
+    def asks_for_steps(self) -> bool:
+        """Whether steps differ, so that the host should say which step it is, if it can."""
+        return self.needs_steps or self.schedule.is_auto
+
+    @property
     def needs_steps(self) -> bool:
-        """Whether steps differ, so that the host has to say which step it is."""
-        return bool(self.start_step or self.end_step) or not self.schedule.is_constant
+        """Whether a host that cannot say it has to stay dense."""
+        return bool(self.start_step or self.end_step) or not (self.schedule.is_constant or self.schedule.is_auto)
 
     @property
     def fewest_tokens(self) -> int:
@@ -111,15 +122,17 @@ class Settings:
         method = self.method.for_frames(frames)
         if self.profile is not None:
             method = replace(self.method, sparsity=self.profile.of(layer))
-        return method if stage is None else self.schedule.method_at(method, stage.step, stage.steps)
+        if stage is None or (self.schedule.is_auto and frames == 1):
+            return method
+        return self.schedule.for_steps(stage.made or stage.steps).method_at(method, stage.step, stage.steps)
 
-    def stage(self, step: int | None, total: int | None) -> Stage | None:
+    def stage(self, step: int | None, total: int | None, made: int | None = None) -> Stage | None:
         """Where a step lies among those that are not dense. None: without a schedule, or where that is not known."""
         if self.schedule.is_constant or step is None or total is None:
             return None
         first = _number(self.start_step, total)
         steps = total - first - _number(self.end_step, total)
-        return Stage(step - first, steps) if 0 <= step - first < steps else None
+        return Stage(step - first, steps, made) if 0 <= step - first < steps else None
 
     def why_step_is_dense(self, step: int, total: int | None) -> str | None:
         """start_step and end_step in words, if one of them covers this step."""

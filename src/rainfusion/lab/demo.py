@@ -60,7 +60,7 @@ class Plan:
         """The sparse attention to compare, with the options of `enable`."""
         guided = self.guidance != 1
         return Attend(
-            ours("rf_v2", **RECOMMENDED),
+            ours("rf_v2", schedule="auto", **RECOMMENDED),
             1 - self.sparsity,
             "auto",
             guided=guided,

@@ -60,7 +60,7 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
     sparsity: float = 0.0,
     *,
     profile: Profile | None = None,
-    schedule: ScheduleSource = "constant",
+    schedule: ScheduleSource = "auto",
     backend: str = "auto",
     **options: Unpack[MethodOptions],
 ) -> Attention:
@@ -76,6 +76,8 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
     method, shape = Method.recommended(**{"sparsity": sparsity, **options}), Schedule.of(schedule)
+    if shape.is_auto and profile is not None:  # whose budgets are taken as they were measured, as in `enable`
+        shape = Schedule()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         chosen = method if profile is None else replace(method, **profile.arguments(str(place.layer)))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rainfusion import checks
+from rainfusion import checks, schedules
 from rainfusion.integrations.comfyui import private_names
 from rainfusion.integrations.comfyui.models import find, register_model
 from rainfusion.integrations.comfyui.session import Session
@@ -33,7 +33,12 @@ __all__ = ["FOLDER", "METHODS", "SCHEDULES", "apply", "register_model", "remove"
 FOLDER = Path(__file__).parent / "custom_node"
 
 Preset = Literal["recommended", "published", "adaptive"]
-SCHEDULES: dict[str, ScheduleSource] = {"constant": "constant", "falling": "falling", "falling gently": (2.0, 1.0)}
+SCHEDULES: dict[str, ScheduleSource] = {
+    "auto": "auto",
+    "constant": "constant",
+    "falling": "falling",
+    "falling gently": schedules.GENTLY,
+}
 METHODS: dict[str, Method] = {
     "recommended": Method.recommended(),
     "published": Method(sparse_type="rf_v2", sparsity=None),
@@ -51,7 +56,7 @@ def apply(
     precision: Precision = "native",
     method: Preset | Method = "recommended",
     min_tokens: int | None = None,
-    schedule: ScheduleSource = "constant",
+    schedule: ScheduleSource = "auto",
     on_unsupported: OnUnsupported = "dense",
     backend: str = "auto",
 ) -> Any:
@@ -69,7 +74,8 @@ def apply(
             mass), or a `Method`, in which `sparsity` and `precision` are replaced if they are given.
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
         schedule: how the blocks are shared out over the part of the schedule that is not dense, of which `sparsity` is
-            the mean: `"constant"`, `"falling"`, numbers such as `[2, 1]`, or a function, see `rainfusion.enable`.
+            the mean: `"auto"`, `"constant"`, `"falling"`, numbers such as `[2, 1]`, or a function, see
+            `rainfusion.enable`.
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         backend: `"auto"`, or the name of the one that has to run.
 

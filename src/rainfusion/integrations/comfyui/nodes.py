@@ -99,10 +99,11 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                     io.Combo.Input(
                         "schedule",
                         options=list(comfyui.SCHEDULES),
-                        default="constant",
+                        default="auto",
                         optional=True,
                         tooltip="falling: the same number of blocks, more of them early, which comes nearer to the "
-                        "original picture in the same time. falling gently: for models of 4 steps.",
+                        "original picture in the same time. falling gently: for models of 4 steps. auto: one of these "
+                        "by the number of steps for a video, constant for an image.",
                     )
                 ),
             ],
@@ -120,7 +121,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
         precision: Any = "native",
         method: Any = "recommended",
         min_tokens: int = 0,
-        schedule: str = "constant",
+        schedule: str = "auto",
     ) -> Any:
         return io.NodeOutput(
             comfyui.apply(

@@ -134,6 +134,12 @@ def sigma(travelling: Mapping[str, Any]) -> float | None:
     return float(sigmas.max()) if isinstance(sigmas, Tensor) and sigmas.numel() else None
 
 
+def steps(travelling: Mapping[str, Any]) -> int | None:
+    """How many steps the sampler makes, if it says so."""
+    levels = travelling.get("sample_sigmas")
+    return len(levels) - 1 if isinstance(levels, Tensor) and levels.dim() == 1 and len(levels) > 1 else None
+
+
 def override_of(travelling: Mapping[str, Any]) -> Override | None:
     """Who answers the attention calls of this forward, if another node wants to."""
     return travelling.get(_OVERRIDE)

@@ -104,6 +104,7 @@ class Session:
             self._scene(given, transformer),
             step=self._stage(sigma),
             steps=_STAGES,
+            made=comfy.steps(travelling),
             dense=self._why_dense(sigma),
             training=transformer.training and torch.is_grad_enabled(),
         )
@@ -134,9 +135,9 @@ class Session:
         if not self._needs_sigma:
             return None
         if sigma is None:
-            return Dense.unsupported(
-                "the sampler does not say how far it is, and dense_start, dense_end or schedule depends on it"
-            )
+            reason = "the sampler does not say how far it is, and dense_start, dense_end or schedule depends on it"
+            optional = self.decider.settings.schedule.is_auto and not (self.dense_start or self.dense_end)
+            return None if optional else Dense.unsupported(reason)
         if sigma > self._sigmas[0]:
             return Dense.asked("the start of the schedule is dense (dense_start)")
         return Dense.asked("the end of the schedule is dense (dense_end)") if sigma <= self._sigmas[1] else None

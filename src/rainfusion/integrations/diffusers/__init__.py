@@ -112,7 +112,7 @@ def enable(
     min_tokens: int | None = None,
     on_unsupported: OnUnsupported = "dense",
     profile: ProfileSource | None = None,
-    schedule: ScheduleSource = "constant",
+    schedule: ScheduleSource = "auto",
     backend: str = "auto",
     **changes: Unpack[MethodOptions],
 ) -> Handle:
@@ -132,7 +132,8 @@ def enable(
         schedule: how the blocks of a run are shared out among its steps, of which `sparsity` is the mean: `"constant"`,
             `"falling"` (from five thirds of the mean density to a third of it), numbers at evenly spaced points of the
             run such as `[5, 3, 1]`, or a function of the share of it that is done. Only ratios count; dense steps are
-            left out of it.
+            left out of it. `"auto"`: falling in videos, gently (`[2, 1]`) with 5 steps or fewer; constant in images,
+            with a profile, and in a transformer alone, which does not know its steps.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
         changes: options of the method by name, such as `sparsity=0.8` or `predictor="mean"`, see `Method`. `sparsity`
             left out is 0.6 for images and 0.8 for video; `compensate=None` is with rf_v2.
@@ -278,7 +279,7 @@ def _check_steps_are_known(settings: Settings) -> None:
                 f"{name}={steps} needs the number of steps, which a transformer alone does not know: enable the "
                 "pipeline"
             )
-    if not settings.schedule.is_constant:
+    if not (settings.schedule.is_constant or settings.schedule.is_auto):
         raise ValueError(
             "schedule needs the number of steps, which a transformer alone does not know: enable the pipeline"
         )
