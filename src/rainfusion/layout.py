@@ -20,6 +20,7 @@ from rainfusion.graphs import refuse_if_capturing
 from rainfusion.options import TokenOrder
 
 _TILE = 8  # edge of the tiles of token_order="mindiesd"
+_WHOLE, _PART = 128, 16  # tokens of a block of queries, and of the smallest part of it that is compact
 _NO_CLIP = -1  # label of a token that belongs to no clip: text, first frames, context
 
 
@@ -155,7 +156,11 @@ def _order_and_protected(spec: LayoutSpec) -> tuple[Tensor, Tensor]:
     labels = torch.full((spec.seq_len,), _NO_CLIP)
     for number, clip in enumerate(clips):
         labels[_body(clip, spec.first_frame)] = number
-    order = tokens if spec.token_order == "raster" else _packed_order(spec, clips, labels)
+    if spec.token_order == "raster":
+        return tokens, _protected_by_label(labels, spec.block_size)
+    order = _packed_order(spec, clips, labels)
+    if spec.token_order != "mindiesd":
+        order = _compact_parts(order, labels, clips)
     return order, _protected_by_label(labels[order], spec.block_size)
 
 
@@ -210,6 +215,32 @@ def _window_key(t: int, h: int, w: int, window: Grid) -> Tensor:
     band = (frame // wt) * -(-h // wh) + row // wh
     along = torch.where(band % 2 == 0, column, w - 1 - column)
     return (((band * w + along) * wt + frame % wt) * wh + row % wh).flatten()
+
+
+def _compact_parts(order: Tensor, labels: Tensor, clips: tuple[Clip, ...]) -> Tensor:
+    """Tokens sorted inside of their blocks of 128, so that halves of a block, and halves of these, are compact.
+
+    A 2x8x8 window is then made of parts of 2x4x4 tokens: means of parts predict better, and finer blocks of keys choose
+    better, than with the strips that the plough leaves. Each half is the nearer one along its longest side. Blocks that
+    are not full, or not of one clip alone, stay as they are.
+    """
+    whole = len(order) // _WHOLE * _WHOLE
+    blocks = order[:whole].view(-1, _WHOLE)
+    of_blocks = labels[blocks]
+    pure = (of_blocks[:, :1] == of_blocks).all(1) & (of_blocks[:, 0] != _NO_CLIP)
+    places = torch.zeros((len(order), 3), dtype=torch.int64)
+    for start, t, h, w in clips:
+        tokens = torch.arange(t * h * w)
+        places[start : start + t * h * w] = torch.stack([tokens // (h * w), tokens // w % h, tokens % w], 1)
+    parts = blocks[pure]
+    while parts.shape[1] > _PART:
+        where = places[parts]  # [parts, tokens, 3]
+        longest = (where.amax(1) - where.amin(1)).argmax(1)
+        along = where.gather(2, longest[:, None, None].expand(-1, parts.shape[1], 1)).squeeze(2)
+        parts = parts.gather(1, along.argsort(dim=1, stable=True)).view(-1, parts.shape[1] // 2)
+    sorted_blocks = blocks.clone()
+    sorted_blocks[pure] = parts.view(-1, _WHOLE)
+    return torch.cat([sorted_blocks.flatten(), order[whole:]])
 
 
 def _tile_key(h: int, w: int) -> Tensor:

@@ -122,3 +122,11 @@ def test_repr_says_what_it_is():
     assert repr(TokenLayout.build(1024, latent_shape=[2, 16, 32])) == (
         "TokenLayout(1024 tokens, 8 blocks of 128, reordered, 4 protected)"
     )
+
+
+def test_parts_of_a_window_are_compact():
+    order = TokenLayout.build(5 * 16 * 24, latent_shape=[5, 16, 24], block_size=32).order[: 4 * 16 * 24]
+    place = torch.stack([order // (16 * 24), order // 24 % 16, order % 24], 1)
+    for size, sides in ((128, [2, 8, 8]), (64, [2, 4, 8]), (32, [2, 4, 4]), (16, [2, 2, 4])):
+        parts = place.view(-1, size, 3)
+        assert (parts.amax(1) - parts.amin(1) + 1 == torch.tensor(sides)).all()

@@ -1,5 +1,6 @@
 """What the library must compute, written again from its definition: loops over tokens, float64, no code of src."""
 
+import itertools
 import math
 
 import torch
@@ -62,6 +63,17 @@ def clip_parts(t, h, w, token_order, first_frame=True):
     return body, first if t > 1 else []
 
 
+def halves(places):
+    """The tokens of `places`, (token, (frame, row, column)), halved across their longest side, down to 16."""
+    if len(places) <= 16:
+        return [token for token, _ in places]
+    sides = [max(p[axis] for _, p in places) - min(p[axis] for _, p in places) for axis in range(3)]
+    axis = sides.index(max(sides))
+    places = sorted(places, key=lambda place: place[1][axis])
+    middle = len(places) // 2
+    return halves(places[:middle]) + halves(places[middle:])
+
+
 def layout(
     seq_len, latent_shape=None, txt_len=0, video_spans=None, token_order="window", block_size=128, first_frame=True
 ):
@@ -90,6 +102,15 @@ def layout(
         inside |= set(range(span["start"], span["start"] + t * h * w))
     context = [i for i in range(seq_len) if i not in inside]
     order = list(range(seq_len)) if token_order == "raster" else bodies + firsts + context
+    if token_order not in ("raster", "mindiesd"):
+        place = {}
+        for span in spans:
+            points = itertools.product(*map(range, span["latent_shape"]))
+            place.update({span["start"] + i: point for i, point in enumerate(points)})
+        for i in range(0, seq_len // 128 * 128, 128):
+            block = order[i : i + 128]
+            if len({owner.get(token, token) for token in block}) == 1:
+                order[i : i + 128] = halves([(token, place[token]) for token in block])
     protected = []
     for block in blocks_of(seq_len, block_size):
         owners = {owner.get(order[i], "dense") for i in block}
