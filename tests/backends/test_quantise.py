@@ -14,11 +14,18 @@ HEADS, DIM = 2, 64
 LAYOUTS = {
     "the caller's order": TokenLayout.build(200),
     "a video with text": TokenLayout.build(3 * 8 * 9 + 20, [3, 8, 9], 20),
+    "the caller's order, 32 keys": TokenLayout.build(200, block_size=32),  # the last tile of 128 has three blocks
+    "a video with text, 64 keys": TokenLayout.build(3 * 8 * 9 + 90, [3, 8, 9], 90, block_size=64),
 }
 
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request):
+    return LAYOUTS[request.param].to(DEVICE)
+
+
+@pytest.fixture(params=[name for name in LAYOUTS if name.endswith("keys")])
+def finer(request):
     return LAYOUTS[request.param].to(DEVICE)
 
 
@@ -30,21 +37,33 @@ def inputs(layout, dim=DIM):
 
 def prepared(k, v, layout, keep, precision="int8", stand_ins=False):
     """Keys and values in this layout, with means of their blocks, as rf_v2 wants them."""
-    method = Method(sparse_type="rf_v2", sparsity=0.5, precision=precision, compensate=stand_ins)
+    size = layout.block_size
+    pair = size if size == 128 else (128, size)
+    method = Method(sparse_type="rf_v2", sparsity=0.5, precision=precision, compensate=stand_ins, block_size=pair)
     return hopper.prepare(Request(k, k, v, keep, None, None, layout, layout, method, 1.0, False, (1,), False))
 
 
 def in_blocks(x, layout):
-    """[B, H, S, D] -> fp32 [B, H, N, 128, D], zeros after the end."""
-    padding = layout.num_blocks * 128 - layout.seq_len
-    return torch.nn.functional.pad(layout.reorder(x).float(), (0, 0, 0, padding)).unflatten(2, (-1, 128))
+    """[B, H, S, D] -> fp32 [B, H, N, block, D], zeros after the end."""
+    size = layout.block_size
+    padding = layout.num_blocks * size - layout.seq_len
+    return torch.nn.functional.pad(layout.reorder(x).float(), (0, 0, 0, padding)).unflatten(2, (-1, size))
+
+
+def swizzled(address, width):
+    """Where a byte of a tile with rows of `width` lies in shared memory: for the copy engine, and for tensor cores."""
+    return address ^ (address >> 7 & width // 16 - 1) << 4
 
 
 def values_in_order(keys, dim):
-    """Without the transposition, and the permutation of each 16 keys: 8 h + 2 c + e stands at 4 c + 2 h + e."""
-    padded = 64 if dim <= 64 else 128
-    v = keys.v.float().unflatten(2, (-1, padded))[..., :dim, :]  # [B, H, N, D, 128]
-    v = v.unflatten(-1, (8, 4, 2, 2)).transpose(-2, -3).flatten(-4)
+    """[B, H, blocks, block, D], as the tensor cores see them: blocks are copied as rows of 128 bytes, and read as rows
+    of their own width, transposed; each 16 keys are permuted, 8 h + 2 c + e stands at 4 c + 2 h + e."""
+    padded, size = 64 if dim <= 64 else 128, keys.v.shape[-1]
+    given = keys.v.float().unflatten(2, (-1, padded)).flatten(3)
+    byte, shared = torch.arange(padded * size, device=DEVICE), torch.empty_like(given)
+    shared[..., swizzled(byte, 128)] = given
+    v = shared[..., swizzled(byte, size)].unflatten(-1, (padded, size))[..., :dim, :]
+    v = v.unflatten(-1, (size // 16, 4, 2, 2)).transpose(-2, -3).flatten(-4)
     return v.mT * keys.scales.v[:, :, None, None, :]
 
 
@@ -62,10 +81,10 @@ def assert_e4m3(rounded, exact, scale):
 def test_keys_and_values_come_back(layout, precision, dim):
     k, v = inputs(layout, dim)
     keys = prepared(k, v, layout, None, precision)
-    blocks, scale = layout.num_blocks, keys.scales.k[..., None, None]
-    real = (torch.arange(blocks * 128, device=DEVICE) < layout.seq_len).view(blocks, 128, 1)
+    blocks, size, scale = layout.num_blocks, layout.block_size, keys.scales.k[..., None, None]
+    real = (torch.arange(blocks * size, device=DEVICE) < layout.seq_len).view(blocks, size, 1)
     smoothed = in_blocks(k, layout) - keys.scales.k_mean[:, :, None, None, :] * real
-    back = keys.k.float().unflatten(2, (blocks, 128)) * scale
+    back = keys.k.float().unflatten(2, (blocks, size)) * scale
     if precision == "int8":
         assert ((back - smoothed).abs() <= 0.501 * scale).all()
     else:
@@ -79,24 +98,25 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
     k, v = inputs(layout)
     keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6 if masked else None
     if masked:
-        keep[:, layout.order[:128]] = False  # a whole block
+        keep[:, layout.order[: layout.block_size]] = False  # a whole block
     keys = prepared(k, v, layout, keep, precision, stand_ins=True)
-    blocks = layout.num_blocks
+    blocks, size = layout.num_blocks, layout.block_size
     number = torch.ones(2, layout.seq_len, device=DEVICE) if keep is None else keep.float()
     number = in_blocks(number[:, None, :, None], layout).sum((1, 3, 4))  # [B, N]
     live = (number > 0)[:, None, :, None]
-    for x, ours in ((k, keys.k.float().unflatten(2, (-1, 128)) * keys.scales.k[..., None, None]),
+    for x, ours in ((k, keys.k.float().unflatten(2, (-1, size)) * keys.scales.k[..., None, None]),
                     (v, values_in_order(keys, DIM))):  # fmt: skip
         exact = block_means(x.cpu(), layout.to("cpu"), None if keep is None else keep.cpu()).to(DEVICE)
         smoothing = keys.scales.k_mean[:, :, None] if x is k else 0.0
-        assert ours.shape[2] == blocks + 1
-        back = ours[:, :, blocks, :blocks]
-        scale = keys.scales.k[:, :, blocks, None, None] if x is k else keys.scales.v[:, :, None]
+        assert ours.shape[2] == blocks + 128 // size
+        ours = ours[:, :, blocks:].flatten(2, 3)
+        back = ours[:, :, :blocks]
+        scale = keys.scales.k[:, :, -1, None, None] if x is k else keys.scales.v[:, :, None]
         if x is k and precision == "int8":
             assert ((back - (exact - smoothing) * live).abs() <= 0.51 * scale).all()
         else:
             assert_e4m3(back, (exact - smoothing) * live, scale)
-        assert (ours[:, :, blocks, blocks:] == 0).all()  # what is behind them counts nothing, and is a number
+        assert (ours[:, :, blocks:] == 0).all()  # what is behind them counts nothing, and is a number
     torch.testing.assert_close(keys.weights[:, :blocks].exp2().expand(2, -1), number)
     assert keys.weights[:, blocks:].isneginf().all()
 
@@ -120,14 +140,15 @@ def test_the_mean_is_taken_away_and_the_range_is_used(layout):
     k, v = inputs(layout)
     keys = prepared(k, v, layout, None)
     torch.testing.assert_close(keys.scales.k_mean, k.float().mean(2), atol=0.15, rtol=0)
-    assert keys.k.unflatten(2, (-1, 128)).abs().amax((-1, -2)).eq(127).all()
+    scaled = layout.block_size if layout.block_size == 128 else keys.k.shape[2]  # together
+    assert keys.k.unflatten(2, (-1, scaled)).abs().amax((-1, -2)).eq(127).all()
     torch.testing.assert_close(keys.means.cpu(), block_means(k.cpu(), layout.to("cpu")), atol=1e-5, rtol=1e-5)
 
 
 def test_removed_keys_leave_no_trace(layout):
     k, v = inputs(layout)
     keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6
-    keep[:, layout.order[:128]] = False  # a whole block
+    keep[:, layout.order[: layout.block_size]] = False  # a whole block
     clean = prepared(k, v, layout, keep)
     removed = ~keep[:, None, :, None]
     dirty = prepared(k.masked_fill(removed, torch.nan), v.masked_fill(removed, torch.inf), layout, keep)
@@ -136,14 +157,52 @@ def test_removed_keys_leave_no_trace(layout):
     assert all(torch.equal(a, b) for a, b in zip(clean.scales, dirty.scales, strict=True))
     kept = [k[b][:, keep[b]].float().mean(1) for b in range(2)]
     torch.testing.assert_close(clean.scales.k_mean, torch.stack(kept), atol=0.3, rtol=0)
-    assert clean.bias.isneginf().sum() == 2 * (layout.num_blocks * 128) - keep.sum()
+    assert clean.bias.isneginf().sum() == 2 * (layout.num_blocks * layout.block_size) - keep.sum()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_a_number_shows(layout, bad):
+def test_what_is_not_a_number_shows(bad):
+    layout = LAYOUTS["a video with text"].to(DEVICE)
     k, v = inputs(layout)
     k[1, 0, layout.order[130], 3] = bad
     keys = prepared(k, v, layout, None)
     expected = torch.zeros(2, HEADS, layout.num_blocks, dtype=torch.bool, device=DEVICE)
     expected[1, 0, 1] = True
     assert torch.equal(keys.scales.k.isnan(), expected)
+
+
+def made_of_nan(x):
+    """e4m3: Triton's interpreter writes 384 for NaN."""
+    return (x.view(torch.uint8) & 127) == (124 if DEVICE == "cpu" else 127)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_a_number_shows_in_finer_blocks_and_takes_no_range(finer, precision, bad):
+    """In the key itself; integers have no NaN, so there in the values of its block."""
+    k, v = inputs(finer)
+    k[:, :, finer.order[5], 7] = 100.0  # all others are far from the end of the range
+    clean = prepared(k, v, finer, None, precision)
+    k[1, 0, finer.order[70], 3] = bad
+    keys = prepared(k, v, finer, None, precision)
+    torch.testing.assert_close(keys.scales.k, clean.scales.k)
+    expected = torch.zeros(keys.k.shape, dtype=torch.bool, device=DEVICE)
+    if precision == "fp8":
+        expected[1, 0, 70, 3] = True
+        assert torch.equal(made_of_nan(keys.k), expected)
+        assert torch.equal(keys.v.view(torch.uint8), clean.v.view(torch.uint8))
+    else:
+        block = keys.v.unflatten(2, (finer.num_blocks, -1))[1, 0, 70 // finer.block_size]
+        assert made_of_nan(block).all()
+        block.copy_(clean.v.unflatten(2, (finer.num_blocks, -1))[1, 0, 70 // finer.block_size])
+        assert torch.equal(keys.v.view(torch.uint8), clean.v.view(torch.uint8))
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_one_scale_for_a_head_is_that_of_its_largest_key(finer, precision):
+    k, v = inputs(finer)
+    k[1, 1, finer.order[-1], 5] = -20.0
+    keys = prepared(k, v, finer, None, precision)
+    most = (k.float() - keys.scales.k_mean[:, :, None]).abs().amax((2, 3))
+    largest = {"int8": 127, "fp8": 448}[precision]
+    torch.testing.assert_close(keys.scales.k, most[..., None] / largest, rtol=1e-6, atol=0)

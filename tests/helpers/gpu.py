@@ -72,7 +72,8 @@ def must_run(backend, dtype, head_dim, precision="native", block_size=128, is_ca
     if backend == "triton":
         return precision == "native"
     suits = head_dim <= 128 and head_dim % (8 if precision == "native" else 16) == 0
-    return hopper() and dtype in (FP16, BF16) and suits and block_size == 128 and not is_causal
+    blocks = block_size in (128, (128, 64), (128, 32))
+    return hopper() and dtype in (FP16, BF16) and suits and blocks and not is_causal
 
 
 @contextlib.contextmanager

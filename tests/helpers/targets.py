@@ -114,13 +114,13 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
     for precision in ("native", "fp8", "int8"):
         yield Call(torch.bfloat16, 128, dict(video, precision=precision))
         yield Call(torch.bfloat16, 128, dict(video, precision=precision, compensate=True))
-        if precision == "native":
-            yield Call(torch.bfloat16, 128, dict(video, block_size=(128, 32)))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision, block_size=(128, 32)))
         if not everything:
             continue
-        for head_dim in (64, 80, 128) if precision == "native" else ():
+        for head_dim in (64, 80, 128):
             for block_size in ((128, 64), (128, 32)):
-                here = dict(video, block_size=block_size)
+                here = dict(video, precision=precision, block_size=block_size)
+                yield Call(torch.bfloat16, head_dim, here)
                 yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
                 yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="submeans"))
         for dtype in (torch.bfloat16, torch.float16):
@@ -272,7 +272,8 @@ def resources(binary: Any) -> str:
         if binary.metadata.name == "hopper_attention_kernel":
             code = disassembled(file.name)
             found += (
-                f", {moved_in_loops(code)} moves in loops, {overlapped_exponentials(code)} exponentials while P V runs"
+                f", {longest_loop(code)} instructions in the longest loop, {moved_in_loops(code)} moves in loops, "
+                f"{overlapped_exponentials(code)} exponentials while P V runs"
             )
     return found
 
@@ -284,13 +285,23 @@ def disassembled(cubin: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def moved_in_loops(code: list[str]) -> int:
-    """The most instructions, in a loop with products, that move what registers should hold or hold together."""
+def loops_of_products(code: list[str]) -> list[list[str]]:
     labels = {match[1]: i for i, line in enumerate(code) if (match := re.match(r"\s*(\.L_x_\w+):", line))}
     jumps = ((i, re.search(r"@!?U?P\d+ BRA `\((\.L_x_\w+)\)", line)) for i, line in enumerate(code))
     loops = [(labels[match[1]], i) for i, match in jumps if match and labels[match[1]] < i]
-    loops = [(start, end) for start, end in loops if sum("gsb0, 0x1" in line for line in code[start:end]) == 1]
-    return max(sum(bool(re.search(r"\b(LDL|STL|PRMT)\b", line)) for line in code[a:b]) for a, b in loops)
+    found = [code[start : end + 1] for start, end in loops]
+    return [loop for loop in found if sum("gsb0, 0x1" in line for line in loop) == 1]
+
+
+def moved_in_loops(code: list[str]) -> int:
+    """The most instructions, in a loop with products, that move what registers should hold or hold together."""
+    loops = loops_of_products(code)
+    return max(sum(bool(re.search(r"\b(LDL|STL|PRMT)\b", line)) for line in loop) for loop in loops)
+
+
+def longest_loop(code: list[str]) -> int:
+    """Of those with products."""
+    return max(sum(line.endswith(";") for line in loop) for loop in loops_of_products(code))
 
 
 def overlapped_exponentials(code: list[str]) -> int:

@@ -60,7 +60,7 @@ class Request(NamedTuple):
 class Scales(NamedTuple):
     """What turns quantised keys and values back, all fp32."""
 
-    k: Tensor  # [B, Hk, blocks]
+    k: Tensor  # [B, Hk, blocks], or [B, Hk, 1] for finer ones
     v: Tensor  # [B, Hk, D]
     k_mean: Tensor  # [B, Hk, D], which was subtracted from every key
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from importlib.metadata import version
 
@@ -54,8 +55,6 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return f"takes head dims that are multiples of {multiple} with precision={precision!r}, got {shapes.head_dim}"
     if call.method.q_block != _BLOCK and not call.keeps_everything:
         return f"takes blocks of {_BLOCK} queries, got {call.method.block_size}"
-    if call.method.k_block != _BLOCK and precision != "native" and not call.keeps_everything:
-        return f"has no {precision} kernel for finer blocks of keys yet, got block_size={call.method.block_size}"
     if call.is_causal:
         return "has no causal kernel"
     return None
@@ -76,40 +75,54 @@ def prepare(request: Request) -> Keys:
     from rainfusion.backends.hopper.kernels import quantise
 
     batch, heads, length, head_dim = k.shape
-    blocks, padded = layout.num_blocks, _padded(head_dim)
+    blocks, size, padded = layout.num_blocks, layout.block_size, _padded(head_dim)
+    pieces = _BLOCK // size  # blocks to a tile
     key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
     stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
     weights = triton.stand_in_weights(layout, key_bias, k.device, _BLOCK) if stand_ins else None
-    spare = triton.stand_in_blocks(weights, _BLOCK)
+    spare = triton.stand_in_blocks(weights, size)
     flags = None if keep is None else triton.as_bytes(keep)
-    sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
+    sizes = dict(D=head_dim, D_PAD=padded, KEYS=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*k.stride(), *v.stride(), heads, length, blocks)
-    means, largest = (k.new_empty((batch, heads, blocks, head_dim), dtype=torch.float32) for _ in range(2))
+    pooled, warps = _pooled_at_once(k, size)
+    slices = math.ceil(length / pooled)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return k.new_empty((batch, heads, *shape), dtype=dtype)
+
+    means, largest = new(blocks, head_dim), new(slices, head_dim)
     v_means = torch.empty_like(means) if stand_ins else None
-    k_mean, v_scale = (k.new_empty((batch, heads, head_dim), dtype=torch.float32) for _ in range(2))
-    k_scale = k.new_empty((batch, heads, blocks + spare), dtype=torch.float32)
-    k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
-    k_out = k.new_empty((batch, heads, (blocks + spare) * _BLOCK, head_dim), dtype=k_type)
-    v_out = k.new_empty((batch, heads, (blocks + spare) * padded, _BLOCK), dtype=torch.float8_e4m3fn)
-    grid = (batch * heads * blocks,)
-    quantise.statistics_kernel[grid](
-        k, v, layout.order, flags, means, v_means, largest, *strides, **sizes, num_warps=triton.row_warps(k)
+    bounds = None if pieces == 1 else new(slices, 2, head_dim)
+    k_mean, v_scale = new(head_dim), new(head_dim)
+    k_scale = new(blocks + spare if pieces == 1 else 1)
+    k_out = new((blocks + spare) * size, head_dim, dtype=torch.int8 if precision == "int8" else torch.float8_e4m3fn)
+    v_out = new((blocks + spare) * padded, size, dtype=torch.float8_e4m3fn)
+    quantise.statistics_kernel[(batch * heads * slices,)](
+        k, v, layout.order, flags, means, v_means, largest, bounds, *strides, BLOCK=pooled, **sizes, num_warps=warps
     )
     quantise.channels_kernel[(batch * heads,)](
-        means, largest, k_mean, v_scale, blocks, D=head_dim, D_PAD=padded, ROWS=32, num_warps=4
-    )
+        means, largest, bounds, k_mean, v_scale, k_scale, blocks, slices,
+        D=head_dim, D_PAD=padded, ROWS=32 * pieces, INT8=precision == "int8", num_warps=4 * pieces,
+    )  # fmt: skip
     found = (k_mean, v_scale, k_out, v_out, k_scale)
-    total = dict(ALL=blocks + spare, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
-    quantise.quantise_kernel[grid](k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes)
+    total = dict(ALL=blocks + spare, BLOCK=_BLOCK, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
+    quantise.quantise_kernel[(batch * heads * math.ceil(blocks / pieces),)](
+        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes
+    )
     if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
-        quantise.quantise_kernel[(batch * heads * spare,)](
+        quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
             means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
             FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
         )  # fmt: skip
     if parts > 1:
         means = triton.block_means(k, layout, keep, parts)
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean))
+
+
+def _pooled_at_once(k: Tensor, size: int) -> tuple[int, int]:
+    """How many tokens a program of the first pass has, and its warps: what registers hold."""
+    return (_BLOCK, triton.row_warps(k)) if size == _BLOCK else (64, 2 * triton.row_warps(k))
 
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
@@ -144,10 +157,11 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
 
 def _descriptors(keys: Keys, size: int, padded: int, quantised: bool) -> tuple[object, object]:
     """Of k and v: whole blocks; finer ones by 128 bytes of their rows, as they lie in a tile of several."""
-    if size < _BLOCK:
-        return _descriptor(keys.k, size, 64), _descriptor(keys.v, size, 64)
-    of_v = (padded, _BLOCK) if quantised else (_BLOCK, padded)
-    return _descriptor(keys.k, _BLOCK, padded), _descriptor(keys.v, *of_v)
+    if quantised:  # v: a block of [padded, size], as rows of 128 bytes
+        as_rows = keys.v.view(*keys.v.shape[:2], -1, _BLOCK)
+        return _descriptor(keys.k, size, padded), _descriptor(as_rows, padded * size // _BLOCK, _BLOCK)
+    columns = 64 if size < _BLOCK else padded
+    return _descriptor(keys.k, size, columns), _descriptor(keys.v, size, columns)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> object:

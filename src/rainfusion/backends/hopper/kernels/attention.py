@@ -16,8 +16,9 @@ What keeps it fast, learnt by measuring and by reading the machine code (docs/pe
 - The card runs at its power limit, so that an instruction saved is worth more than one hidden.
 
 Q rows are gathered, and out rows scattered, through `order`, by the consumers themselves.
-Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys;
-V per channel, its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
+Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys, or
+per head where blocks are finer: a scale for each part of a tile costs 14% more instructions in the loop. V per channel,
+its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
 """
 
 from triton.experimental import gluon
@@ -128,22 +129,23 @@ def _piece_at(j, r, p_list, listed, NK, ALL, PIECES: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(
-    desc, boxes, full, j, stage, b, kh, p_list, listed, NK, ALL,
-    KEYS: gl.constexpr, PIECES: gl.constexpr, CHUNKS: gl.constexpr,
+    desc, boxes, full, j, stage, b, kh, p_list, listed, NK, ALL, ROWS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """The j-th tile of K or V into a stage: by blocks, and by 128 bytes of their rows, as it lies in shared memory."""
+    """The j-th tile of K or V into a stage: by blocks of so many rows, and by 128 bytes of them, as it lies there."""
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    CHUNKS: gl.constexpr = boxes.shape[0] // (full.shape[0] * PIECES)
     mbarrier.expect(full.index(stage), PIECES * CHUNKS * desc.block_type.nbytes)
     for r in gl.static_range(PIECES):
         block = _piece_at(j, r, p_list, listed, NK, ALL, PIECES)
         for chunk in gl.static_range(CHUNKS):
             box = boxes.index((stage * CHUNKS + chunk) * PIECES + r)
-            tma.async_copy_global_to_shared(desc, [b, kh, block * KEYS, chunk * 64], full.index(stage), box)
+            tma.async_copy_global_to_shared(desc, [b, kh, block * ROWS, chunk * WIDTH], full.index(stage), box)
 
 
 @gluon.jit
 def _copy_fine_tiles(
     k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL,
-    NS: gl.constexpr, KEYS: gl.constexpr, CHUNKS: gl.constexpr,
+    NS: gl.constexpr, V_ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """What `_producer` does, where a tile's keys are in several blocks."""
     PIECES: gl.constexpr = 128 // KEYS
@@ -153,16 +155,16 @@ def _copy_fine_tiles(
     phase = gl.to_tensor(0)
     n = _tiles(listed, NK, ALL, PIECES)
     if n > 0:
-        _copy_tile(k_desc, k_boxes, k_full, 0, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+        _copy_tile(k_desc, k_boxes, k_full, 0, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES)
         mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
         stage, phase = _advance(stage, phase, NS)
         for j in range(1, n):
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            _copy_tile(k_desc, k_boxes, k_full, j, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
-            _copy_tile(v_desc, v_boxes, v_full, j - 1, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+            _copy_tile(k_desc, k_boxes, k_full, j, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES)
+            _copy_tile(v_desc, v_boxes, v_full, j - 1, stage, b, kh, p_list, listed, NK, ALL, V_ROWS, PIECES)
             stage, phase = _advance(stage, phase, NS)
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        _copy_tile(v_desc, v_boxes, v_full, n - 1, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES, CHUNKS)
+        _copy_tile(v_desc, v_boxes, v_full, n - 1, stage, b, kh, p_list, listed, NK, ALL, V_ROWS, PIECES)
         mbarrier.arrive(k_full.index(stage), count=1)  # nor a K in the last
 
 
@@ -178,14 +180,14 @@ def _keys_of_tile(t, o_n, p_list, listed, Sk, KEYS: gl.constexpr):
 @gluon.jit
 def _producer(
     k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED,
-    NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr, CHUNKS: gl.constexpr,
+    NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
     p_list = indices + flat * NK
     if KEYS == 128:
         _copy_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, V_ROWS, STAND_INS)
     else:
-        _copy_fine_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, KEYS, CHUNKS)
+        _copy_fine_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, V_ROWS, KEYS)
 
 
 @gluon.jit
@@ -321,7 +323,7 @@ def _queries(q, QUANT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
-    """V's block of a stage as the right operand of P V, [N, D]."""
+    """V's tile of a stage as the right operand of P V, [N, D]."""
     if QUANT != 0:
         return s_v.index(stage).reshape([D, N]).permute((1, 0))
     else:
@@ -355,7 +357,8 @@ def _consumer(
     STAND_INS: gl.constexpr = stand_ins is not None
     FINE: gl.constexpr = KEYS < 128
     PIECES: gl.constexpr = 128 // KEYS
-    STREAM: gl.constexpr = (HAS_BIAS and not FINE) or QUANT != 0  # whether consumers need to know which block they have
+    # whether consumers need to know which block they have: finer ones share a scale, and find their bias by the list
+    STREAM: gl.constexpr = not FINE and (HAS_BIAS or QUANT != 0)
 
     b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
     n = _tiles(listed, NK, ALL, PIECES)
@@ -399,14 +402,14 @@ def _consumer(
             p_bias = bias + b.to(gl.int64) * (NK * KEYS)
         if HAS_BIAS and not FINE:
             p_flags = flags + b.to(gl.int64) * ALL
-        if QUANT != 0:
+        if QUANT != 0 and not FINE:
             p_scale = k_scale + k_bh * ALL
         # ---- first block: of means, or the only one that can be ragged
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         c = scale
         if QUANT != 0:
-            c = scale * gl.load(p_scale + block)
+            c = scale * gl.load(k_scale + k_bh if FINE else p_scale + block)
         if STREAM:
             block = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
             later = _block_at(2, p_index, listed, NK, ALL, STAND_INS)
@@ -467,7 +470,7 @@ def _consumer(
                 s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
-                if QUANT != 0:
+                if QUANT != 0 and not FINE:
                     c = scale * k_sc
                 if HAS_BIAS and not FINE:
                     has_bias = flag
@@ -553,9 +556,10 @@ def hopper_attention_kernel(
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
     KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One program has one row of blocks: 128 queries. KEYS: of a block of keys, 128, or 64 or 32 if not quantised.
+    """One program has one row of blocks: 128 queries. KEYS: of a block of keys, 128, 64 or 32.
 
-    k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or [B, Hk, ALL * D, 128] transposed block by block if quantised.
+    k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or if quantised transposed block by block, [B, Hk, ALL * D, KEYS]
+    seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks.
     stand_ins: the means behind the NK blocks take part in every row, with these biases; else ALL is NK.
     """
     K_TYPE: gl.constexpr = k_desc.dtype
@@ -568,15 +572,21 @@ def hopper_attention_kernel(
         s_v = gl.allocate_shared_memory(v_desc.dtype, [NS] + v_desc.block_type.shape, v_desc.layout)
         boxes = (s_k, s_v)
     else:
-        # a tile is 64 columns of all its rows, then the next 64: so its blocks are whole, one after the other
-        BOXES: gl.constexpr = NS * (D // 64) * (128 // KEYS)
-        TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], K_TYPE)
-        s_k = gl.allocate_shared_memory(K_TYPE, [NS, 128, D], TILE)
-        s_v = gl.allocate_shared_memory(K_TYPE, [NS, 128, D], TILE)
+        # as the copy engine writes it, a tile is 128 bytes of the rows of all its blocks, then the next 128, ...
+        K_BOXES: gl.constexpr = NS * (128 // KEYS) * (D // k_desc.block_type.shape[3])
+        V_BOXES: gl.constexpr = NS * (128 // KEYS) if QUANT != 0 else K_BOXES
         boxes = (
-            s_k._reinterpret(K_TYPE, [BOXES] + k_desc.block_type.shape, k_desc.layout),
-            s_v._reinterpret(K_TYPE, [BOXES] + k_desc.block_type.shape, k_desc.layout),
+            gl.allocate_shared_memory(K_TYPE, [K_BOXES] + k_desc.block_type.shape, k_desc.layout),
+            gl.allocate_shared_memory(v_desc.dtype, [V_BOXES] + v_desc.block_type.shape, v_desc.layout),
         )
+        # ... and so it is for tensor cores; transposed, its blocks are columns: KEYS bytes of all rows, then the next
+        K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], K_TYPE)
+        s_k = boxes[0]._reinterpret(K_TYPE, [NS, 128, D], K_TILE)
+        if QUANT != 0:
+            V_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=KEYS, element_bitwidth=8)
+            s_v = boxes[1]._reinterpret(v_desc.dtype, [NS, D, 128], V_TILE)
+        else:
+            s_v = boxes[1]._reinterpret(K_TYPE, [NS, 128, D], K_TILE)
     if QUANT != 0:
         s_o = gl.allocate_shared_memory(O_TYPE, [2, 64, D], O_SHARED)
     else:
@@ -591,7 +601,7 @@ def hopper_attention_kernel(
     fence_async_shared()
     buffers = (s_q, s_k, s_v, s_o)
     barriers = (k_full, v_full, empty)
-    V_ROWS: gl.constexpr = D if QUANT != 0 else 128
+    V_ROWS: gl.constexpr = D * KEYS // 128 if QUANT != 0 else KEYS  # of a block
     gl.warp_specialize(
         [
             (_consumer, (
@@ -608,7 +618,7 @@ def hopper_attention_kernel(
             )),
             (_producer, (
                 k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED, NS,
-                V_ROWS, stand_ins is not None, KEYS, D // 64,
+                V_ROWS, stand_ins is not None, KEYS,
             )),
         ],
         [4, 1],
