@@ -79,7 +79,7 @@ def prepare(request: Request) -> Keys:
     blocks, padded = layout.num_blocks, _padded(head_dim)
     key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
     stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
-    weights = triton.stand_in_weights(layout, key_bias, k.device, _BLOCK) if stand_ins else None
+    weights = triton.stand_in_weights(request, key_bias, _BLOCK) if stand_ins else None
     spare = triton.stand_in_blocks(weights, _BLOCK)
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, BLOCK=_BLOCK, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
