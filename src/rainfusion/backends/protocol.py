@@ -90,7 +90,7 @@ class Speed(NamedTuple):
 
 
 class Backend(Protocol):
-    """`pipeline` calls the stages in their order; `predict_mask` the two in the middle."""
+    """`pipeline` calls the stages in their order; `predict_mask` those in the middle."""
 
     @property
     def SPEEDS(self) -> Mapping[str, Mapping[str, Speed]]:
@@ -108,6 +108,10 @@ class Backend(Protocol):
 
     def prepare(self, request: Request) -> Keys:
         """Keys and values in the order, form and precision that `attend` wants; pooled, if there is a prediction."""
+        ...
+
+    def choose(self, request: Request, keys: Keys | None) -> BlockMask:
+        """`select` of `scores`, with the budgets of the request; in parts where all scores would take too much."""
         ...
 
     def scores(self, request: Request, keys: Keys | None) -> Tensor:
