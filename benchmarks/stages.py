@@ -100,11 +100,13 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse
 def random_mask(q: Tensor, k: Tensor, density: float, keys: int = 128) -> BlockMask:
     batch, heads = q.shape[:2]
     rows, columns = -(-q.shape[2] // 128), -(-k.shape[2] // keys)
+    block_size = 128 if keys == 128 else (128, keys)
     parts = []
     for _ in range(heads):  # one head at a time: packing takes several times the memory of the mask
-        parts.append(BlockMask.from_dense(torch.rand(batch, 1, rows, columns, device=q.device) < density))
+        dense = torch.rand(batch, 1, rows, columns, device=q.device) < density
+        parts.append(BlockMask.from_dense(dense, block_size))
     counts, indices = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("counts", "indices"))
-    return BlockMask(counts, indices, 128 if keys == 128 else (128, keys))
+    return BlockMask(counts, indices, block_size)
 
 
 def median(call: Callable[[], object], seconds: float) -> tuple[float, float]:

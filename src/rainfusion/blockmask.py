@@ -10,15 +10,25 @@ from torch import Tensor
 from rainfusion.geometry import TokenOrderKey
 from rainfusion.options import checked_block_size, sides
 
+_INT16_BLOCKS = 2**15 - 1  # as many as an int16 counts
+
+
+def index_dtype(block_size: int | tuple[int, int], columns: int) -> torch.dtype:
+    """Of lists that the library makes: int16 for keys in finer blocks than the queries, of which there are many."""
+    q_block, k_block = sides(block_size)
+    return torch.int16 if k_block < q_block and columns <= _INT16_BLOCKS else torch.int32
+
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """For every query block, how many key blocks it attends to and which.
 
-    counts   int32 [B, H, NQ]      number of key blocks of a row
-    indices  int32 [B, H, NQ, NK]  those blocks first, ascending; then all the others, ascending
+    counts   int32 [B, H, NQ]               number of key blocks of a row
+    indices  int32 or int16 [B, H, NQ, NK]  those blocks first, ascending; then all the others, ascending
 
-    The convention is FlexAttention's: a row is a permutation of all key blocks, so reading past `counts` is safe.
+    The convention is FlexAttention's: a row is a permutation of all key blocks, so reading past `counts` is safe. Lists
+    of key blocks that are finer than the query blocks are int16 where that counts them, half the memory; every other
+    list that the library makes is int32, and `indices.int()` always is. Either is taken.
 
     Example: two query blocks and three key blocks; the first row keeps blocks 0 and 2, the second keeps block 1.
 
@@ -46,8 +56,8 @@ class BlockMask:
         for name, x, dims in (("counts", self.counts, 3), ("indices", self.indices, 4)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            if x.dtype != torch.int32:
-                raise TypeError(f"{name} must be int32, got {x.dtype}")
+            if x.dtype != torch.int32 and not (name == "indices" and x.dtype == torch.int16):
+                raise TypeError(f"{name} must be int32{' or int16' if name == 'indices' else ''}, got {x.dtype}")
             if x.dim() != dims:
                 raise ValueError(f"{name} must have {dims} dimensions, got shape {list(x.shape)}")
         if self.counts.shape != self.indices.shape[:3]:
@@ -55,6 +65,8 @@ class BlockMask:
                 f"counts [B, H, NQ] must match indices [B, H, NQ, NK], got {list(self.counts.shape)} and "
                 f"{list(self.indices.shape)}"
             )
+        if self.indices.dtype == torch.int16 and self.indices.shape[3] > _INT16_BLOCKS:
+            raise ValueError(f"indices must be int32 for {self.indices.shape[3]} key blocks: int16 cannot count them")
         if self.counts.device != self.indices.device:
             devices = f"{self.counts.device} and {self.indices.device}"
             raise ValueError(f"counts and indices must be on one device, got {devices}")
@@ -80,7 +92,8 @@ class BlockMask:
             raise ValueError(f"dense must have 4 dimensions [B, H, NQ, NK], got shape {list(dense.shape)}")
         rank = dense.cumsum(-1, dtype=torch.int32)  # of kept blocks, from 1
         counts = dense.sum(-1, dtype=torch.int32)
-        columns = torch.arange(dense.shape[-1], dtype=torch.int32, device=dense.device).expand(dense.shape)
+        dtype = index_dtype(checked_block_size(block_size), dense.shape[-1])
+        columns = torch.arange(dense.shape[-1], dtype=dtype, device=dense.device).expand(dense.shape)
         # kept blocks go to 0, 1, ...; a dropped one has `column - rank` dropped ones before it
         position = torch.where(dense, rank - 1, counts.unsqueeze(-1) + columns - rank)
         indices = torch.empty_like(columns, memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from rainfusion import pipeline, planning
 from rainfusion.backends import dense
-from rainfusion.blockmask import BlockMask
+from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.calls import Attended, Call, Inputs
 from rainfusion.geometry import Geometry, TokenOrderKey
 from rainfusion.options import Method, sides
@@ -220,7 +220,8 @@ def _fake_mask(q: Tensor, k: Tensor, method: Method) -> tuple[Tensor, Tensor]:
     q_block, k_block = sides(method.block_size)
     shape = (q.shape[0], q.shape[1], -(-q.shape[2] // q_block))
     columns = -(-k.shape[2] // k_block)
-    return q.new_empty(shape, dtype=torch.int32), q.new_empty((*shape, columns), dtype=torch.int32)
+    dtype = index_dtype(method.block_size, columns)
+    return q.new_empty(shape, dtype=torch.int32), q.new_empty((*shape, columns), dtype=dtype)
 
 
 def _strided_like(q: Tensor, out: Tensor) -> Tensor:

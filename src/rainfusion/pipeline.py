@@ -59,9 +59,9 @@ def predict(request: Request, backend: Backend, keys: Keys | None = None) -> Blo
     method = request.method
     if method.strategy == "dense":
         return _full(request.q, request.k, method.block_size, request.is_causal)
-    scores = backend.scores(request, keys)
     if method.target_error is None:
-        return backend.select(request, scores, request.budgets, method.exact_budget)
+        return backend.choose(request, keys)
+    scores = backend.scores(request, keys)
     enough = budgets.for_error(error_curves.curves(request, scores), method.target_error)
     return backend.select(request, scores, enough, True)
 

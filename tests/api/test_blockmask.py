@@ -18,6 +18,37 @@ def test_dense_and_back(batch, heads, rows, columns, seed):
     assert torch.equal(mask.indices, dense.int().argsort(dim=-1, descending=True, stable=True).int())
 
 
+@pytest.mark.parametrize(
+    ("block_size", "columns", "dtype"),
+    [
+        (128, 7, torch.int32),
+        (64, 7, torch.int32),
+        ((128, 64), 7, torch.int16),
+        ((128, 32), 32767, torch.int16),
+        ((128, 32), 32768, torch.int32),
+    ],
+)
+def test_lists_of_finer_keys_take_half_the_memory(block_size, columns, dtype):
+    """Where an int16 counts them; all others stay as they were."""
+    dense = torch.rand(1, 2, 3, columns) < 0.4
+    mask = BlockMask.from_dense(dense, block_size)
+    assert (mask.counts.dtype, mask.indices.dtype) == (torch.int32, dtype)
+    assert torch.equal(mask.to_dense(), dense)
+    assert torch.equal(mask.indices.int(), BlockMask.from_dense(dense).indices)
+    mask.check_values()
+
+
+def test_either_kind_of_list_is_taken():
+    dense = torch.rand(1, 2, 3, 5) < 0.4
+    for block_size in (128, (128, 32)):
+        mask = BlockMask.from_dense(dense, block_size)
+        for indices in (mask.indices.int(), mask.indices.short()):
+            given = BlockMask(mask.counts, indices, block_size)
+            assert given.indices is indices
+            assert torch.equal(given.to_dense(), dense)
+            assert given.to("cpu").indices.dtype == indices.dtype
+
+
 def test_density_counts_blocks():
     assert BlockMask.from_dense(torch.eye(4, dtype=torch.bool)[None, None]).density() == 0.25
     assert BlockMask.from_dense(torch.ones(0, 2, 3, 4, dtype=torch.bool)).density() == 0.0
@@ -52,6 +83,21 @@ def test_from_dense_accepts_strided_views_and_does_not_write_into_them():
         (lambda: BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool)), ValueError, r"\[B, H, NQ, NK\]"),
         (lambda: BlockMask.from_dense(torch.ones(1, 1, 2, 2).bool(), block_size=96), ValueError, "block_size"),
         (lambda: BlockMask(torch.ones(1, 1, 2), torch.ones(1, 1, 2, 2).int()), TypeError, "counts must be int32"),
+        (
+            lambda: BlockMask(torch.ones(1, 1, 2).short(), torch.ones(1, 1, 2, 2).int()),
+            TypeError,
+            "counts must be int32,",
+        ),
+        (
+            lambda: BlockMask(torch.ones(1, 1, 2).int(), torch.ones(1, 1, 2, 2)),
+            TypeError,
+            "indices must be int32 or int16",
+        ),
+        (
+            lambda: BlockMask(torch.ones(1, 1, 1).int(), torch.ones(1, 1, 1, 32768).short(), (128, 32)),
+            ValueError,
+            "indices must be int32 for 32768 key blocks",
+        ),
         (lambda: BlockMask(torch.ones(1, 1, 3).int(), torch.ones(1, 1, 2, 2).int()), ValueError, "must match"),
         (
             lambda: BlockMask(torch.ones(1, 1, 2).int(), torch.ones(1, 1, 2, 2).int(), q_len=1000),

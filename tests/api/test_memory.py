@@ -8,6 +8,7 @@ from helpers.planned import request
 from rainfusion import BlockMask, predict_mask
 from rainfusion.backends import portable
 from rainfusion.prediction import stages
+from rainfusion.slabs import even_slabs
 
 pytestmark = pytest.mark.timeout(1800)  # processes of their own, with large inputs
 
@@ -72,6 +73,25 @@ def test_masks_do_not_depend_on_how_many_heads_are_ranked_at_once(kwargs, monkey
     one_by_one = predict_mask(q, k, keep, sparsity=0.6, **kwargs)
     assert torch.equal(at_once.counts, one_by_one.counts)
     assert torch.equal(at_once.indices, one_by_one.indices)
+
+
+@pytest.mark.parametrize(
+    ("heads", "each", "space", "together", "sizes"),
+    [
+        (40, 10, 400, 1, [40]),
+        (40, 10, 399, 1, [20, 20]),
+        (40, 10, 130, 1, [10, 10, 10, 10]),
+        (7, 10, 30, 1, [3, 3, 1]),
+        (12, 10, 70, 4, [4, 4, 4]),
+        (3, 10, 1, 1, [1, 1, 1]),
+        (3, 0, 0, 1, [1, 1, 1]),
+        (0, 10, 10, 1, []),
+    ],
+)
+def test_slabs_of_like_size(heads, each, space, together, sizes):
+    slabs = list(even_slabs(heads, each, space, together))
+    assert [slab.stop - slab.start for slab in slabs] == sizes
+    assert [i for slab in slabs for i in range(slab.start, slab.stop)] == list(range(heads))
 
 
 def test_the_measurement_sees_memory():

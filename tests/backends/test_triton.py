@@ -527,7 +527,8 @@ def test_scores_and_masses(name, mask_kind, dtype, monkeypatch):
     assert (((spy.first - exact).abs() <= rounding) | (spy.first == exact)).all()  # -inf, and no mass at all, exactly
 
 
-SCORES = st.sampled_from([-math.inf, -1.5, -1e-40, -0.0, 0.0, 0.25, 0.25, 3e38, math.inf, math.nan, -math.nan])
+NEXT = 0.25 + 2.0**-25  # to 0.25 in fp32
+SCORES = st.sampled_from([-math.inf, -1.5, -1e-40, -0.0, 0.0, 0.25, 0.25, NEXT, 3e38, math.inf, math.nan, -math.nan])
 
 
 @settings(max_examples=examples(15))
@@ -548,13 +549,46 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     expected = BlockMask.from_dense(expected[None])
     counts = torch.empty(1, 1, rows, dtype=torch.int32, device=DEVICE)
     memory = scores.to(DEVICE, copy=True)
-    indices = memory.view(torch.int32)  # the list takes the scores' place
+    short = data.draw(st.booleans())
+    # the list takes the scores' place, or is shorter
+    indices = torch.empty_like(memory, dtype=torch.int16) if short else memory.view(torch.int32)
+    candidates = columns - int(protected_k.sum()) if free_only else columns
+    head, tail = triton_backend._two_powers(columns)
     ranking.keep_best_kernel[(rows,)](
-        memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
-        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, rows, columns,
-        N_PAD=1 << (columns - 1).bit_length(), PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
+        memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8) if protected_k.any() else None,
+        counts, indices, 0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, rows,
+        columns, HEAD=head, TAIL=tail, PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
-    assert same(BlockMask(counts, indices), expected)
+    assert same(BlockMask(counts, indices.int()), expected)
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 30.0])
+@pytest.mark.parametrize("columns", [255, 591])
+def test_rf_v2_ranks_many_numbers(columns, spread):
+    """As they come in videos: every budget, of masses that are nearly alike and of such that are not at all."""
+    from rainfusion.backends.triton.kernels import ranking
+
+    budgets = torch.tensor([1, 2, columns // 5, columns // 2, columns - 1, columns, columns + 3], dtype=torch.int32)
+    scores = torch.exp2(torch.randn(len(budgets), 2, columns) * spread - 10)
+    scores[:, 1] = scores[:, 1, :1] * (1 + torch.randint(0, 4, scores[:, 1].shape) * FP32)  # neighbours, many equal
+    nothing = torch.zeros(columns, dtype=torch.bool)
+    expected = selection.keep_best(scores, budgets, nothing[:2], nothing)
+    counts = torch.empty(1, len(budgets), 2, dtype=torch.int32, device=DEVICE)
+    indices = torch.empty(1, *scores.shape, dtype=torch.int16, device=DEVICE)
+    head, tail = triton_backend._two_powers(columns)
+    ranking.keep_best_kernel[(2 * len(budgets),)](
+        scores.to(DEVICE), nothing[:2].to(DEVICE, torch.uint8), None, counts, indices, 0, budgets.to(DEVICE),
+        len(budgets), columns, 2, columns, HEAD=head, TAIL=tail, PER_HEAD=True, FREE_ONLY=False,
+        num_warps=triton_backend._best_warps(head + tail),
+    )  # fmt: skip
+    assert same(BlockMask(counts, indices.int()), BlockMask.from_dense(expected[None]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 127, 128, 129, 591, 2363, 32767])
+def test_a_row_is_held_by_two_powers_of_two(n):
+    head, tail = triton_backend._two_powers(n)
+    assert tail <= head <= n <= head + tail < 2 * n + 2
+    assert head & (head - 1) == tail & (tail - 1) == 0
 
 
 @settings(max_examples=examples(10))

@@ -8,6 +8,7 @@ import torch
 from helpers import gpu
 from helpers.gpu import BF16, FP16, FP32, MOST, QUANTISED, same
 from rainfusion import BlockMask, sparse_attention
+from rainfusion.backends import triton
 
 pytestmark = [*gpu.ON_GPU, pytest.mark.parametrize("pair", [(128, 64), (128, 32)], ids=str)]
 
@@ -115,6 +116,25 @@ def test_heads_that_share_keys(backend, pair):
     result = gpu.attend(backend, q, k, v, **call, return_lse=True, return_mask=True)
     if result is not None:
         compare(result, q, k, v, None, **call)
+
+
+def test_a_cuda_graph_holds_heads_that_are_scored_one_after_the_other(backend, pair, monkeypatch):
+    monkeypatch.setattr(triton, "_MANY_SCORES", 1)
+    held, call = gpu.qkv(LENGTH, LENGTH), dict(VIDEO, block_size=pair, compensate=True, return_mask=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        if gpu.attend(backend, *held, **call) is None:
+            return
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = sparse_attention(*held, **call, backend=backend)
+    fresh = gpu.qkv(LENGTH, LENGTH, seed=5)
+    for old, new in zip(held, fresh, strict=True):
+        old.copy_(new)
+    graph.replay()
+    assert gpu.same(result, gpu.attend(backend, *fresh, **call))
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

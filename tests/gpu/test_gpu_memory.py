@@ -7,7 +7,7 @@ import torch
 
 from helpers import gpu
 from helpers.gpu import BF16, FP16, FP32, LAYOUTS, LENGTH, PRECISIONS, RF_V2, USUAL, same
-from rainfusion import sparse_attention
+from rainfusion import predict_mask, sparse_attention
 from rainfusion.bench.memory import peak_memory
 
 pytestmark = gpu.ON_GPU
@@ -82,6 +82,18 @@ def test_720p_video_takes_no_more_than_keys_and_values_in_order(backend, precisi
     out, peak = peak_memory(lambda: sparse_attention(q, k, v, **kwargs, backend=backend), q.device)
     extra = peak - out.nbytes
     assert extra <= 1.1 * (k.nbytes + v.nbytes), f"{extra / 1e6:.0f} MB beside k and v of {k.nbytes / 1e6:.0f} MB each"
+
+
+@pytest.mark.parametrize("keys", [64, 32])
+def test_finer_keys_at_720p_take_no_more_than_scores_of_fp32_would(keys):
+    """Beyond the means: lists of two bytes, and scores of half of the heads."""
+    q, k, _ = gpu.qkv(math.prod(WAN_720P), batch=1, heads=WAN_HEADS, k_heads=WAN_HEADS)
+    call = dict(sparse_type="rf_v2", sparsity=0.8, latent_shape_q=WAN_720P, predictor="submeans")
+    mask, peak = peak_memory(lambda: predict_mask(q, k, **call, block_size=(128, keys), backend="triton"), q.device)
+    blocks = mask.num_q_blocks * mask.num_k_blocks * WAN_HEADS
+    assert mask.indices.nbytes == 2 * blocks <= 120e6
+    means = 2 * WAN_HEADS * 4 * mask.num_q_blocks * 128 * 4
+    assert peak - means <= 1.02 * 4 * blocks + 2e6, f"{peak / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND"])

@@ -57,7 +57,7 @@ TARGETS = {
 TENSOR_MEMORY = 512  # columns of it on sm_100
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
@@ -159,7 +159,10 @@ class Launch(NamedTuple):
 
 
 def specialise(kernel: Any, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """As Triton does when it launches: None, 1 and `tl.constexpr` are constants, multiples of 16 are known as such."""
+    """As Triton does when it launches: None, 1 and `tl.constexpr` are constants, multiples of 16 are known as such.
+
+    Which a kernel may forbid for some of its arguments.
+    """
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False), **kwargs)
     launch = Launch(kernel, {}, {}, {}, options)
@@ -171,7 +174,8 @@ def specialise(kernel: Any, target: Target, args: tuple[Any, ...], kwargs: dict[
         elif isinstance(value, torch.Tensor):
             kind = "*" + TYPES[value.dtype]
             small = [["tt.pointer_range", 32]] if target.backend == "hip" else []
-            launch.attributes[(i,)] = [["tt.divisibility", 16], *small]
+            aligned = [] if parameter.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
+            launch.attributes[(i,)] = [*aligned, *small]
         elif hasattr(value, "block_shape"):  # what the copy engine reads
             kind = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, int):
@@ -214,6 +218,7 @@ def run(call: Call, backend: Any) -> None:
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
     from helpers.planned import request
     from rainfusion import BlockMask
+    from rainfusion.options import sides
     from rainfusion.pipeline import predict
 
     def tensor(heads: int) -> torch.Tensor:
@@ -227,8 +232,8 @@ def run(call: Call, backend: Any) -> None:
     mask = None
     if call.given:
         size = call.options.get("block_size", 128)
-        blocks = -(-LENGTH // size)
-        mask = BlockMask.from_dense(torch.ones(1, 4, blocks, blocks, dtype=torch.bool), size)
+        rows, columns = (-(-LENGTH // side) for side in sides(size))
+        mask = BlockMask.from_dense(torch.ones(1, 4, rows, columns, dtype=torch.bool), size)
     # planned for a backend that runs here, then asked of the one that is looked at
     options = {name: value for name, value in call.options.items() if name != "precision"}
     asked = request(q, k, v, keep, mask, return_lse=call.return_lse, **options)

@@ -5,6 +5,7 @@ import torch
 
 from helpers import oracle
 from helpers.inputs import qkv
+from helpers.planned import request
 from rainfusion import BlockMask, sparse_attention
 from rainfusion.backends import triton as triton_backend
 
@@ -118,6 +119,31 @@ def test_keys_that_are_all_alike_give_dense_attention():
     dense, dense_lse = sparse_attention(q, k, v, return_lse=True)
     torch.testing.assert_close(out, dense)
     torch.testing.assert_close(lse, dense_lse)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias", "kept"),
+    [
+        (torch.float16, None, torch.float16),
+        (torch.float32, None, torch.float32),
+        (torch.float16, 3000.25, torch.float32),
+    ],
+    ids=str,
+)
+def test_biases_are_kept_in_as_many_bits_as_they_need(dtype, bias, kept):
+    """Numbers of keys fit fp16, a bias may not; one that all keys have changes nothing but the LSE."""
+    q, k, v = (x.to(dtype) for x in qkv(1, 2, 300, 16))
+    mask = BlockMask.from_dense(torch.rand(1, 2, 5, 5) < 0.5, 64)
+    added = None if bias is None else torch.full((1, 300), bias)
+    asked = request(q, k, v, None if bias is None else torch.ones(1, 300, dtype=torch.bool), mask, compensate=True,
+                    sparse_type="rf_v2", block_size=64, sparsity=0.5)._replace(bias=added)  # fmt: skip
+    keys = triton_backend.prepare(asked)
+    assert keys.weights.dtype == triton_backend.stand_in_bias(mask, keys).dtype == kept
+    call = dict(sparse_type="rf_v2", block_size=64, mask=mask, compensate=True, return_lse=True)
+    out, lse = sparse_attention(q, k, v, added, **call, backend="triton")
+    exact, exact_lse = sparse_attention(*(x.double() for x in (q, k, v)), added, **call, backend="reference")
+    torch.testing.assert_close(out.double(), exact, rtol=4e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

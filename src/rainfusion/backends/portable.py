@@ -29,10 +29,10 @@ from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import compensation
-from rainfusion.prediction.stages import prepare, scores, select
+from rainfusion.prediction.stages import choose, prepare, scores, select
 from rainfusion.slabs import WORKSPACE_BYTES, head_slabs
 
-__all__ = ["READS_BACK", "SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+__all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
 
 READS_BACK = True
 # of two cores of a Zen 4 server, in fp32; see `crossover`
@@ -126,7 +126,7 @@ class _Slab(NamedTuple):
     k: Tensor  # [hk, NK, K, D]
     v: Tensor
     counts: Tensor  # int32 [h, NQ]
-    indices: Tensor  # int32 [h, NQ, NK]
+    indices: Tensor  # int32 or int16 [h, NQ, NK]
     key_bias: Tensor | None  # [NK, K], -inf for keys that do not count; None where all of them do, plainly
     may_be_empty: bool  # a block may have no key left
     scale: float
@@ -247,7 +247,7 @@ def _causal_counts(slab: _Slab) -> Tensor:
     rows, columns = slab.indices.shape[1:]
     kept = torch.arange(columns, device=slab.indices.device) < slab.counts.unsqueeze(-1)
     end = torch.arange(1, rows + 1, device=slab.indices.device).unsqueeze(-1) * slab.q.shape[2]
-    past = slab.indices * slab.k.shape[2] < end
+    past = slab.indices.int() * slab.k.shape[2] < end
     return (kept & past).sum(-1)
 
 

@@ -73,7 +73,7 @@ class Keys(NamedTuple):
     means: Tensor | None = None  # fp32 [B, Hk, NK * parts, D], if a prediction needs them
     bias: Tensor | None = None  # fp32 [B, NK * block] in units of log2, -inf where a key does not count
     length: int = 0  # Sk
-    weights: Tensor | None = None  # fp32 [B or 1, whole blocks of means] of stand-ins: log2 of their keys
+    weights: Tensor | None = None  # fp32 or fp16 [B or 1, whole blocks of means] of stand-ins: log2 of their keys
     scales: Scales | None = None  # if quantised
 
 
@@ -90,7 +90,7 @@ class Speed(NamedTuple):
 
 
 class Backend(Protocol):
-    """`pipeline` calls the stages in their order; `predict_mask` the two in the middle."""
+    """`pipeline` calls the stages in their order; `predict_mask` those in the middle."""
 
     @property
     def SPEEDS(self) -> Mapping[str, Mapping[str, Speed]]:
@@ -108,6 +108,10 @@ class Backend(Protocol):
 
     def prepare(self, request: Request) -> Keys:
         """Keys and values in the order, form and precision that `attend` wants; pooled, if there is a prediction."""
+        ...
+
+    def choose(self, request: Request, keys: Keys | None) -> BlockMask:
+        """`select` of `scores`, with the budgets of the request; in parts where all scores would take too much."""
         ...
 
     def scores(self, request: Request, keys: Keys | None) -> Tensor:

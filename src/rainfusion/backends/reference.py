@@ -11,9 +11,9 @@ from rainfusion.backends.protocol import Keys, Request, Speed
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
 from rainfusion.prediction import compensation
-from rainfusion.prediction.stages import prepare, scores, select
+from rainfusion.prediction.stages import choose, prepare, scores, select
 
-__all__ = ["READS_BACK", "SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+__all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
 
 READS_BACK = True
 SPEEDS: dict[str, dict[str, Speed]] = {}  # it is for checking, whatever the time

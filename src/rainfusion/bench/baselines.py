@@ -263,11 +263,12 @@ def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> FlexBlockMask:
     """Our mask as one of FlexAttention. Every kept block is a full one: no element is masked but the ragged end."""
     from torch.nn.attention import flex_attention as flex
 
+    indices = mask.indices.int()
     return flex.BlockMask.from_kv_blocks(
         torch.zeros_like(mask.counts),
-        mask.indices,
+        indices,
         mask.counts,
-        mask.indices,
+        indices,
         BLOCK_SIZE=mask.block_size,
         seq_lengths=(q_len, k_len),
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rainfusion.backends.protocol import Keys, Request
-from rainfusion.blockmask import BlockMask
+from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.prediction import budgets as budget_table
 from rainfusion.prediction.pooling import block_means, live_blocks, present
 from rainfusion.prediction.predictors import antidiagonal_mass, mean_scores, part_mass
@@ -50,6 +50,11 @@ def _rf_v2_scores(request: Request) -> Tensor:
     return part_mass(q_means, k_means, request.scale, q_live, k_live, q_parts, k_parts)
 
 
+def choose(request: Request, keys: Keys | None) -> BlockMask:
+    """`select` of `scores`."""
+    return select(request, scores(request, keys), request.budgets, request.method.exact_budget)
+
+
 def select(request: Request, scores: Tensor, budgets: tuple[int, ...] | Tensor, free_only: bool) -> BlockMask:
     """The best blocks of each row (rf_v2), or those that hold most of its mass (ada_bsa)."""
     method = request.method
@@ -87,7 +92,7 @@ def _in_slabs(
     """
     batch, heads, rows, columns = scores.shape
     counts = scores.new_empty((batch, heads, rows), dtype=torch.int32)
-    indices = scores.new_empty(scores.shape, dtype=torch.int32)
+    indices = scores.new_empty(scores.shape, dtype=index_dtype(block_size, columns))
     for b in range(batch):
         for slab in head_slabs(heads, rows * columns * _RANKING_BYTES, _SELECTION_BYTES):
             part = BlockMask.from_dense(select(scores[b, slab], b, slab).unsqueeze(0), block_size)

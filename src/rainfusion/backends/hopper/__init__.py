@@ -20,7 +20,7 @@ from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
 from rainfusion.prediction.pooling import live_blocks
 
-__all__ = ["READS_BACK", "SPEEDS", "attend", "prepare", "scores", "select", "why_not"]
+__all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
 
 READS_BACK = False
 # of an H200, see `crossover`
@@ -60,10 +60,18 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
     return None
 
 
+def choose(request: Request, keys: Keys | None) -> BlockMask:
+    return triton.choose(request, _unquantised(request, keys))
+
+
 def scores(request: Request, keys: Keys | None) -> Tensor:
-    """Those of `triton`; where ada_bsa samples k itself, before it was quantised."""
+    return triton.scores(request, _unquantised(request, keys))
+
+
+def _unquantised(request: Request, keys: Keys | None) -> Keys | None:
+    """None where ada_bsa has to sample k itself, before it was quantised."""
     quantised = keys is not None and keys.scales is not None and request.method.strategy == "ada_bsa"
-    return triton.scores(request, None if quantised else keys)
+    return None if quantised else keys
 
 
 def prepare(request: Request) -> Keys:
@@ -79,7 +87,7 @@ def prepare(request: Request) -> Keys:
     pieces = _BLOCK // size  # blocks to a tile
     key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
     stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
-    weights = triton.stand_in_weights(layout, key_bias, k.device, _BLOCK) if stand_ins else None
+    weights = triton.stand_in_weights(request, key_bias, _BLOCK) if stand_ins else None
     spare = triton.stand_in_blocks(weights, size)
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, KEYS=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)

@@ -15,20 +15,21 @@ import struct
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.backends.protocol import Keys, Request, Speed
-from rainfusion.blockmask import BlockMask
+from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.calls import Call, Shapes
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import budgets as budget_table
 from rainfusion.prediction import compensation
-from rainfusion.prediction.pooling import live_blocks, present
+from rainfusion.prediction.pooling import live_blocks
 from rainfusion.prediction.predictors import live_groups
+from rainfusion.slabs import even_slabs
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ MAX_HEAD_DIM = 256
 PRECISIONS = ("native",)
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
+_FEW_SCORES, _MANY_SCORES = 16 * 2**20, 128 * 2**20  # bytes of them at once, where a list cannot take their memory
 
 
 def why_not(call: Call, shapes: Shapes) -> str | None:
@@ -99,7 +101,7 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     from rainfusion.backends.triton.kernels import blocks
 
     batch, heads, length, head_dim = k.shape
-    weights = stand_in_weights(layout, bias, k.device, request.q_layout.block_size) if stand_ins else None
+    weights = stand_in_weights(request, bias, request.q_layout.block_size) if stand_ins else None
     spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
@@ -135,55 +137,102 @@ def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, part
     return means
 
 
+class _Means(NamedTuple):
+    """What rf_v2's scores are found from."""
+
+    q: Tensor  # fp32 [B, H, NQ * q_parts, D]
+    k: Tensor  # fp32 [B, Hk, NK * k_parts, D]
+    live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
+
+    def of(self, b: int, heads: slice, gqa_ratio: int) -> _Means:
+        """Some heads of a batch element."""
+        k_heads = slice(heads.start // gqa_ratio, heads.stop // gqa_ratio)
+        live = None if self.live is None else self.live[b : b + 1]
+        return _Means(self.q[b : b + 1, heads], self.k[b : b + 1, k_heads], live)
+
+
+def choose(request: Request, keys: Keys | None) -> BlockMask:
+    """`select` of `scores`. A list of int16 cannot take their memory: with it half of the heads are scored at a time.
+
+    So list and scores together take no more than scores alone.
+    """
+    method, (batch, heads) = request.method, request.q.shape[:2]
+    rows, columns = request.q_layout.num_blocks, request.k_layout.num_blocks
+    dtype, head_bytes = index_dtype(method.block_size, columns), rows * columns * 4
+    at_once = min(_MANY_SCORES, max(_FEW_SCORES, batch * heads * head_bytes // 2))
+    if dtype == torch.int32 or batch * heads * head_bytes <= at_once:
+        return select(request, scores(request, keys), request.budgets, method.exact_budget)
+    means, budgets = _means(request, keys), request.budgets
+    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=request.q.device)
+    indices = torch.empty((batch, heads, rows, columns), dtype=dtype, device=request.q.device)
+    for b in range(batch):
+        for slab in even_slabs(heads, head_bytes, at_once, request.gqa_ratio):
+            found = _rf_v2_scores(request, means.of(b, slab, request.gqa_ratio))
+            own = budgets[slab] if len(budgets) > 1 else budgets
+            _keep_best(request, found, own, method.exact_budget, counts[b, slab], indices[b, slab])
+    return BlockMask(counts, indices, method.block_size)
+
+
 def scores(request: Request, keys: Keys | None) -> Tensor:
     """fp32 [B, H, NQ, NK], the same with keys that were prepared as without, bit for bit."""
-    method, keep = request.method, request.keep
-    if method.strategy == "ada_bsa":
+    keep = request.keep
+    if request.method.strategy == "ada_bsa":
         clean = request.k if keep is None else request.k.masked_fill(~keep[:, None, :, None], 0.0)
         return _group_mass(request, clean if keys is None else keys.k)
+    return _rf_v2_scores(request, _means(request, keys))
+
+
+def _means(request: Request, keys: Keys | None) -> _Means:
+    method, keep = request.method, request.keep
     q_means = block_means(request.q, request.q_layout, parts=method.q_parts)
     k_means = None if keys is None else keys.means
     if k_means is None:
         k_means = block_means(request.k, request.k_layout, keep, method.k_parts)
-    return _mean_scores(request, q_means, k_means) if method.q_parts == 1 else _part_mass(request, q_means, k_means)
+    live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
+    return _Means(q_means, k_means, live)
 
 
-def _mean_scores(request: Request, q_means: Tensor, k_means: Tensor) -> Tensor:
+def _rf_v2_scores(request: Request, means: _Means) -> Tensor:
+    return _mean_scores(request, means) if request.method.q_parts == 1 else _part_mass(request, means)
+
+
+def _mean_scores(request: Request, means: _Means) -> Tensor:
     """`predictors.mean_scores`"""
     from rainfusion.backends.triton.kernels import ranking
 
-    batch, heads, rows, head_dim = q_means.shape
-    columns = k_means.shape[2]
-    found = q_means.new_empty((batch, heads, rows, columns))
-    live = None if request.keep is None else as_bytes(live_blocks(request.k_layout, request.keep))
+    batch, heads, rows, head_dim = means.q.shape
+    columns = means.k.shape[2]
+    found = means.q.new_empty((batch, heads, rows, columns))
+    live = None if means.live is None else as_bytes(means.live)
     tile = 64
     ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
-        q_means, k_means, live, found, request.scale, heads, request.gqa_ratio, rows, columns,
-        D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(q_means), num_warps=4,
+        means.q, means.k, live, found, request.scale, heads, request.gqa_ratio, rows, columns,
+        D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(means.q), num_warps=4,
     )  # fmt: skip
     return found
 
 
-def _part_mass(request: Request, q_means: Tensor, k_means: Tensor) -> Tensor:
+def _part_mass(request: Request, means: _Means) -> Tensor:
     """`predictors.part_mass`"""
     from rainfusion.backends.triton.kernels import ranking, tuning
 
-    q_layout, k_layout, keep = request.q_layout, request.k_layout, request.keep
+    q_layout, k_layout = request.q_layout, request.k_layout
     parts, k_parts = request.method.q_parts, request.method.k_parts
-    batch, heads, _, head_dim = q_means.shape
+    batch, heads, _, head_dim = means.q.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
-    mass = q_means.new_empty((batch, heads, rows, columns))
-    live = present(k_layout, k_parts, k_means.device)[None] if keep is None else live_blocks(k_layout, keep, k_parts)
-    tile = tuning.part_tile(_capability(q_means), _padded(head_dim))
+    mass = means.q.new_empty((batch, heads, rows, columns))
+    live = None if means.live is None else as_bytes(means.live)
+    tile = tuning.part_tile(_capability(means.q), _padded(head_dim))
     ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
-        q_means, k_means, as_bytes(live), mass, columns * k_parts if len(live) > 1 else 0, request.scale, heads,
-        request.gqa_ratio, rows, columns, math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
+        means.q, means.k, live, mass, request.scale * LOG2E, heads, request.gqa_ratio, rows, columns,
+        math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
+        math.ceil(k_layout.seq_len / (k_layout.block_size // k_parts)),
         D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits
-        PRECISION=_products(q_means, 1), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=_products(means.q, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if keep is not None:
-        mass.masked_fill_(~live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
+    if means.live is not None:
+        mass.masked_fill_(~means.live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
     return mass
 
 
@@ -198,22 +247,25 @@ def _group_mass(request: Request, k: Tensor) -> Tensor:
     groups = as_bytes(live_groups(request.keep, batch, k_len, columns, k.device)).contiguous()
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
     ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
-        q, k, groups, mass, *q.stride(), *k.stride(), request.scale / 8, heads, request.gqa_ratio, rows, columns,
-        q_len, k_len, D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
+        q, k, groups, mass, *q.stride(), *k.stride(), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
+        columns, q_len, k_len,
+        D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
         IS_CAUSAL=request.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return mass
 
 
 def select(request: Request, scores: Tensor, budgets: tuple[int, ...] | Tensor, free_only: bool) -> BlockMask:
-    """`selection.keep_best` or `keep_mass`. The list takes the scores' memory: a row is read before it is written."""
+    """`selection.keep_best` or `keep_mass`. A list of int32 takes the scores' memory: a row is read, then written."""
+    block_size = request.method.block_size
+    dtype = index_dtype(block_size, scores.shape[3])
     counts = torch.empty(scores.shape[:3], dtype=torch.int32, device=scores.device)
-    indices = scores.view(torch.int32)
+    indices = scores.view(dtype) if dtype == torch.int32 else torch.empty_like(scores, dtype=dtype)
     if request.method.strategy == "rf_v2":
         _keep_best(request, scores, budgets, free_only, counts, indices)
     else:
         _keep_mass(request, scores, counts, indices)
-    return BlockMask(counts, indices, request.method.block_size)
+    return BlockMask(counts, indices, block_size)
 
 
 def _keep_best(
@@ -232,11 +284,13 @@ def _keep_best(
     if not isinstance(budgets, Tensor) and len(budgets) > 1:
         several = budget_table.on_device(budgets, scores.device)
     one = 0 if several is not None or isinstance(budgets, Tensor) else budgets[0]
-    protected = as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected)
+    protected = request.k_layout.num_protected
+    head, tail = _two_powers(columns)
     ranking.keep_best_kernel[(batch * heads * rows,)](
-        scores, *protected, counts, indices, one, several, 1 if several is None else len(several), rows, columns,
-        N_PAD=_power_of_two(columns), PER_HEAD=several is not None, FREE_ONLY=free_only,
-        num_warps=_ranking_warps(columns),
+        scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected) if protected else None,
+        counts, indices, one, several, 1 if several is None else len(several),
+        columns - protected if free_only else columns, rows, columns,
+        HEAD=head, TAIL=tail, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=_best_warps(head + tail),
     )  # fmt: skip
 
 
@@ -300,14 +354,20 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def stand_in_weights(layout: TokenLayout, bias: Tensor | None, device: torch.device, tile: int) -> Tensor:
-    """fp32 [B or 1, whole tiles]: log2 of each block's number of keys; -inf where there are none, and past the end."""
+def stand_in_weights(request: Request, bias: Tensor | None, tile: int) -> Tensor:
+    """[B or 1, whole tiles]: log2 of each block's number of keys; -inf where there are none, and past the end.
+
+    fp16, in which numbers of keys are exact, or off by 0.14%, where inputs have no more digits themselves; fp32 where a
+    bias adds other values.
+    """
+    layout, k = request.k_layout, request.k
     blocks, size = layout.num_blocks, layout.block_size
     width = math.ceil(blocks / tile) * tile
+    dtype = torch.float16 if request.bias is None and k.dtype.itemsize == 2 else torch.float32
     if bias is not None:
         weights = torch.logsumexp(bias.unflatten(1, (blocks, size)) / LOG2E, 2) * LOG2E
-        return F.pad(weights, (0, width - blocks), value=-torch.inf).contiguous()
-    weights = torch.full((1, width), -torch.inf, dtype=torch.float32, device=device)
+        return F.pad(weights, (0, width - blocks), value=-torch.inf).to(dtype).contiguous()
+    weights = torch.full((1, width), -torch.inf, dtype=dtype, device=k.device)
     weights[:, :blocks] = math.log2(size)
     weights[:, blocks - 1] = math.log2(layout.seq_len - (blocks - 1) * size)
     return weights
@@ -327,11 +387,11 @@ def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
     weights = keys.weights
     batch, heads, rows, columns = mask.indices.shape
     width = weights.shape[1]
-    bias = torch.empty((batch, heads, rows, width + mask.q_block), dtype=torch.float32, device=weights.device)
+    bias = weights.new_empty((batch, heads, rows, width + mask.q_block))
     stand_ins_kernel[(batch * heads * rows,)](
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
         weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
-        BLOCK=mask.q_block, KEYS=mask.k_block, N_PAD=_power_of_two(width), num_warps=_ranking_warps(width),
+        BLOCK=mask.q_block, KEYS=mask.k_block, BN=min(1024, _power_of_two(width)), num_warps=4,
     )  # fmt: skip
     return bias
 
@@ -384,6 +444,12 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _two_powers(n: int) -> tuple[int, int]:
+    """Powers of two whose sum is at least n, the first at most n and not less than the second."""
+    first = _power_of_two(-(-n // 2))
+    return first, _power_of_two(n - first)
+
+
 def _padded(head_dim: int) -> int:
     return max(16, _power_of_two(head_dim))
 
@@ -391,6 +457,11 @@ def _padded(head_dim: int) -> int:
 def row_warps(x: Tensor) -> int:
     """Warps for one block of tokens [block_size, D] that is read once: about 128 bytes of a row to a warp."""
     return min(8, max(1, _padded(x.shape[-1]) * x.dtype.itemsize // 128))
+
+
+def _best_warps(columns: int) -> int:
+    """At most 64 columns a lane: sums over lanes are one instruction, those over warps cost barriers."""
+    return min(16, _power_of_two(-(-columns // 2048)))
 
 
 def _ranking_warps(columns: int) -> int:

@@ -102,10 +102,10 @@ def _block_at(j, p_index, n, NK, ALL, STAND_INS: gl.constexpr):
     """The j-th block of a row, or its last: those of means, NK up to ALL, then the list of n from its end."""
     if STAND_INS:
         ahead = ALL - NK
-        block = gl.load(p_index - gl.minimum(gl.maximum(j - ahead, 0), gl.maximum(n - 1, 0)))
+        block = gl.load(p_index - gl.minimum(gl.maximum(j - ahead, 0), gl.maximum(n - 1, 0))).to(gl.int32)
         return gl.where(j < ahead, NK + j, gl.where(n > 0, block, NK))
     else:
-        return gl.load(p_index - gl.minimum(n - 1, j))
+        return gl.load(p_index - gl.minimum(n - 1, j)).to(gl.int32)
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def _piece_at(j, r, p_list, listed, NK, ALL, PIECES: gl.constexpr):
     ahead = (ALL - NK) // PIECES
     last = (listed + PIECES - 1) // PIECES - 1
     slot = (last - gl.maximum(j - ahead, 0)) * PIECES + r
-    block = gl.load(p_list + gl.maximum(gl.minimum(slot, listed - 1), 0))
+    block = gl.load(p_list + gl.maximum(gl.minimum(slot, listed - 1), 0)).to(gl.int32)
     return gl.where(j < ahead, NK + j * PIECES + r, block)
 
 
@@ -173,7 +173,7 @@ def _keys_of_tile(t, o_n, p_list, listed, Sk, KEYS: gl.constexpr):
     """Of the t-th tile of the list: where its keys are, and which there are."""
     o_slot = t * (128 // KEYS) + o_n // KEYS
     m_slot = o_slot < listed
-    o_key = gl.load(p_list + o_slot, mask=m_slot, other=0) * KEYS + o_n % KEYS
+    o_key = gl.load(p_list + o_slot, mask=m_slot, other=0).to(gl.int32) * KEYS + o_n % KEYS
     return o_key, m_slot & (o_key < Sk)
 
 
@@ -418,9 +418,9 @@ def _consumer(
             if HAS_BIAS:
                 flag = gl.load(p_flags + block)
         if STAND_INS:
-            own = gl.load(p_stand_ins + o_n)
+            own = gl.load(p_stand_ins + o_n).to(gl.float32)
         elif HAS_BIAS and not FINE:
-            own = gl.load(p_bias + gl.load(p_index) * 128 + o_n)
+            own = gl.load(p_bias + gl.load(p_index).to(gl.int32) * 128 + o_n)
         elif FINE:
             o_key, m_key = _keys_of_tile(n - 1, o_n, p_list, listed, Sk, KEYS)
             if HAS_BIAS:
@@ -441,7 +441,7 @@ def _consumer(
             base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
             p = _exp2(s - (base - SHIFT)[:, None])
         else:
-            limit = Sk - gl.load(p_index) * 128
+            limit = Sk - gl.load(p_index).to(gl.int32) * 128
             if limit < N:
                 s = gl.where((o_n < limit)[None, :], s, float("-inf"))
             m = _largest_logit(s, c, QUANT, ROWS)
@@ -487,7 +487,7 @@ def _consumer(
                 if part == 0 or HAS_BIAS:
                     s = _logits(s, c, QUANT)
                     if part == 0:
-                        s = s + gl.load(p_stand_ins + j * 128 + o_n)[None, :]
+                        s = s + gl.load(p_stand_ins + j * 128 + o_n).to(gl.float32)[None, :]
                     elif FINE:
                         o_key, m_key = _keys_of_tile(n - 1 - j, o_n, p_list, listed, Sk, KEYS)
                         s = s + gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))[None, :]

@@ -32,8 +32,8 @@ def attention_kernel(
 
     BLOCK tokens are a block of queries, KEYS one of keys: BN keys at a time are part of a block, or several blocks.
     q rows are read, and out rows written, through `order`; k and v are in block order already. bias fp32
-    [B, NK * KEYS], in units of log2, -inf where a key does not count. stand_ins fp32 [B, H, NQ, SPARE * KEYS + BLOCK]:
-    the same for the means behind the keys, see `stand_ins_kernel`.
+    [B, NK * KEYS], in units of log2, -inf where a key does not count. stand_ins fp32 or fp16
+    [B, H, NQ, SPARE * KEYS + BLOCK]: the same for the means behind the keys, see `stand_ins_kernel`.
     """
     PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
     SUB: tl.constexpr = KEYS // BN if KEYS > BN else 1  # steps to a key block
@@ -66,7 +66,8 @@ def attention_kernel(
             b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_d, other=0.0)
             b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_d, other=0.0)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-            b_s = b_s + tl.load(stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead) + o_n)[None, :]
+            p_bias = stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead)
+            b_s = b_s + tl.load(p_bias + o_n).to(tl.float32)[None, :]
             b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
     for step in range(0, tl.cdiv(count * KEYS, BN)):
         if KEYS >= BN:

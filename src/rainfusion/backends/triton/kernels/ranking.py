@@ -46,12 +46,11 @@ def _shown(b_s):
 
 @triton.jit
 def _normaliser(b_s, b_m, b_l):
-    """Rows' maxima and sums of exponentials -> with logits b_s too."""
-    LOG2E: tl.constexpr = 1.4426950408889634
+    """Rows' maxima and sums of exponentials -> with logits b_s too, in units of log2."""
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E)
-    return b_new, b_l * tl.math.exp2((b_m - b_base) * LOG2E) + tl.sum(b_p, 1)
+    b_p = tl.math.exp2(b_s - b_base[:, None])
+    return b_new, b_l * tl.math.exp2(b_m - b_base) + tl.sum(b_p, 1)
 
 
 @triton.jit
@@ -62,71 +61,107 @@ def _finished(b_m, b_l, m_row):
 
 
 @triton.jit
-def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Probabilities summed over ROWS x COLUMNS of a block pair: [BM, BN] -> [BM // ROWS, BN // COLUMNS]."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    b_p = tl.math.exp2((b_s - b_base[:, None]) * LOG2E) * b_norm[:, None]
-    b_p = tl.reshape(b_p, [b_s.shape[0] // ROWS, ROWS, b_s.shape[1] // COLUMNS, COLUMNS])
-    return tl.sum(tl.sum(b_p, 3), 1)
+def _rows_of_blocks(BM: tl.constexpr, ROWS: tl.constexpr):
+    """int32 [BM]: which of the rows of blocks of ROWS each row of a tile has, so that sums over blocks are cheap.
+
+    A lane holds two rows of a product, eight apart: they are the halves of a block, whose other rows are next to them.
+    """
+    NEAR: tl.constexpr = ROWS // 2
+    o_m = tl.arange(0, BM)
+    return (o_m // 16 * (8 // NEAR) + o_m % 8 // NEAR) * ROWS + o_m // 8 % 2 * NEAR + o_m % NEAR
 
 
 @triton.jit
-def _part_logits(b_q, p_k, live, o_n, o_d, N, scale, D: tl.constexpr, PRECISION: tl.constexpr):
-    """[BM, BN] of means b_q [BM, D_PAD] and those of parts o_n [BN] of the keys; -inf where a part has no key."""
-    m_n = o_n < N
-    b_k = tl.load(p_k + o_n[:, None] * D + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
-    b_s = _shown(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale)
-    return tl.where((tl.load(live + o_n, mask=m_n, other=0) != 0)[None, :], b_s, float("-inf"))
+def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Probabilities summed over ROWS x COLUMNS of a block pair: [BM, BN] -> [BM // ROWS, BN // COLUMNS].
+
+    Rows in the order of `_rows_of_blocks`, 2 to 16 to a block.
+    """
+    NEAR: tl.constexpr = ROWS // 2
+    b_p = tl.math.exp2(b_s - b_base[:, None]) * b_norm[:, None]
+    b_p = tl.reshape(b_p, [b_s.shape[0] // 16, 2, 8 // NEAR, NEAR, b_s.shape[1] // COLUMNS, COLUMNS])
+    b_p = tl.sum(tl.sum(tl.sum(b_p, 1), 4), 2)
+    return tl.reshape(b_p, [b_s.shape[0] // ROWS, b_s.shape[1] // COLUMNS])
+
+
+@triton.jit
+def _part_logits(
+    b_q, p_k, live, o_n, o_d, end, scale_log2, D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """[BM, BN] of means b_q [BM, D_PAD] and those of parts o_n [BN] of the keys, in units of log2.
+
+    MASKED: -inf where a part has no key, which those from `end` on have not, nor those where `live` is 0.
+    """
+    m_k = (o_d < D)[None, :]
+    if MASKED:
+        m_k = m_k & (o_n < end)[:, None]
+    b_k = tl.load(p_k + o_n[:, None] * D + o_d[None, :], mask=m_k, other=0.0)
+    b_s = _shown(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2)
+    if MASKED:
+        m_n = o_n < end
+        if live is not None:
+            m_n = tl.load(live + o_n, mask=m_n, other=0) != 0
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    return b_s
 
 
 @triton.jit
 def part_mass_kernel(
-    q_means, k_means, live, mass, live_stride, scale, H, SHARED, NQ, NK, parts_q,
+    q_means, k_means, live, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
     One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    means fp32 [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q: how many of q's are not padding; live uint8
-    [B, NK * K_PARTS]: parts with a key left -> fp32 [B, H, NQ, NK].
+    means fp32 [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
+    padding; live uint8 [B, NK * K_PARTS]: parts with a key left, or None -> fp32 [B, H, NQ, NK].
     """
+    HAS_LIVE: tl.constexpr = live is not None
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * PARTS, BM)
     bh, tile = pid // tiles_m, pid % tiles_m
     b, h = bh // H, bh % H
-    o_m = tile * BM + tl.arange(0, BM)
+    o_m = tile * BM + _rows_of_blocks(BM, PARTS)
     o_d = tl.arange(0, D_PAD)
     p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
     p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * K_PARTS * D
-    p_live = live + b * live_stride
+    p_live = live
+    whole = parts_k // BN * BN  # tiles before it have keys in every part
+    if HAS_LIVE:
+        p_live, whole = live + b * NK * K_PARTS, 0
+    o_b = tl.arange(0, BN)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    for first in range(0, NK * K_PARTS, BN):
-        o_n = first + tl.arange(0, BN)
-        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * K_PARTS, scale, D, PRECISION)
-        b_m, b_l = _normaliser(b_s, b_m, b_l)
+    for masked in tl.static_range(1 if HAS_LIVE else 0, 2):
+        for first in range(whole if masked == 1 else 0, parts_k if masked == 1 else whole, BN):
+            b_s = _part_logits(
+                b_q, p_k, p_live, first + o_b, o_d, parts_k, scale_log2, D, masked == 1, PRECISION
+            )  # fmt: skip
+            b_m, b_l = _normaliser(b_s, b_m, b_l)
     b_base, b_norm = _finished(b_m, b_l, o_m < parts_q)
     o_i = tile * (BM // PARTS) + tl.arange(0, BM // PARTS)
-    for first in range(0, NK * K_PARTS, BN):
-        o_n = first + tl.arange(0, BN)
-        b_s = _part_logits(b_q, p_k, p_live, o_n, o_d, NK * K_PARTS, scale, D, PRECISION)
-        o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
-        p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
-        m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
-        tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=m_out)
+    for masked in tl.static_range(1 if HAS_LIVE else 0, 2):
+        for first in range(whole if masked == 1 else 0, parts_k if masked == 1 else whole, BN):
+            b_s = _part_logits(
+                b_q, p_k, p_live, first + o_b, o_d, parts_k, scale_log2, D, masked == 1, PRECISION
+            )  # fmt: skip
+            o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
+            p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
+            m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
+            tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=m_out)
 
 
 @triton.jit
 def _group_logits(
-    p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale,
+    p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale_log2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BM, BN] logits of 8 antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i]; -inf where nothing is seen.
 
-    o_m [BM], o_n [BN]: the groups a and b.
+    In units of log2. o_m [BM], o_n [BN]: the groups a and b.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     b_s = tl.zeros([BM, BN], tl.float32)
@@ -142,7 +177,7 @@ def _group_logits(
             p_k + o_k[:, None] * k_stride_s + o_d[None, :] * k_stride_d, mask=(o_k < Sk)[:, None] & m_d, other=0.0
         )
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
-    b_s = _shown(b_s * scale)
+    b_s = _shown(b_s * scale_log2)
     m_s = (tl.load(live + o_n, mask=o_n < groups_k, other=0) != 0)[None, :]
     if IS_CAUSAL:
         m_s = m_s & (o_n[None, :] <= o_m[:, None])
@@ -153,7 +188,7 @@ def _group_logits(
 def group_mass_kernel(
     q, k, live, mass,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
-    scale, H, SHARED, NQ, NK, Sq, Sk,
+    scale_log2, H, SHARED, NQ, NK, Sq, Sk,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +214,8 @@ def group_mass_kernel(
     for first in range(0, end, BN):
         o_n = (first + tl.arange(0, BN)).to(tl.int64)
         b_s = _group_logits(
-            p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-            D, BM, BN, BD, IS_CAUSAL, PRECISION,
+            p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS,
+            scale_log2, D, BM, BN, BD, IS_CAUSAL, PRECISION,
         )  # fmt: skip
         b_m, b_l = _normaliser(b_s, b_m, b_l)
     b_base, b_norm = _finished(b_m, b_l, o_m * 8 < Sq)
@@ -190,8 +225,8 @@ def group_mass_kernel(
         if first < end:
             o_n = (first + tl.arange(0, BN)).to(tl.int64)
             b_s = _group_logits(
-                p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS, scale,
-                D, BM, BN, BD, IS_CAUSAL, PRECISION,
+                p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS,
+                scale_log2, D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
             b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
@@ -202,9 +237,9 @@ def group_mass_kernel(
 @triton.jit
 def _sort_key(x, m_valid):
     """fp32 -> uint32 that sorts the same way, NaN above all, columns that are not up for choice (0) below all."""
-    x = tl.where(x == 0.0, 0.0, x)  # -0.0 ties with 0.0
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    x = x + 0.0  # -0.0 ties with 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
     key = tl.where(x != x, 0xFFFFFFFF, key).to(tl.uint32)
     return tl.where(m_valid, key, 0).to(tl.uint32)
 
@@ -226,40 +261,112 @@ def _best(key, number):
 
 
 @triton.jit
-def _pack(kept, o_n, row, counts, indices, NK):
-    """counts[row], and indices[row]: kept blocks ascending, then all the others ascending."""
-    m_n = o_n < NK
-    kept = kept & m_n
-    rank = tl.cumsum(kept.to(tl.int32), 0)
-    count = tl.sum(kept.to(tl.int32), 0)
-    position = tl.where(kept, rank - 1, count + o_n - rank)
-    tl.store(counts + row, count)
-    tl.store(indices + row * NK + position, o_n, mask=m_n)
+def _place(kept, o_n, m_n, earlier, count, p_list):
+    """Columns o_n in a row's list: kept ones ascending, after `earlier` of them, the others ascending after `count`."""
+    rank = earlier + tl.cumsum(kept.to(tl.int32), 0)
+    tl.store(p_list + tl.where(kept, rank - 1, count + o_n - rank), o_n, mask=m_n)
 
 
 @triton.jit
+def _row_keys(p_scores, protected, NK, HEAD: tl.constexpr, TAIL: tl.constexpr, FREE_ONLY: tl.constexpr):
+    """Sort keys of a row [HEAD], [TAIL], and which of its columns are protected. HEAD is at most NK."""
+    o_head, o_tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    m_tail = o_tail < NK
+    b_head, b_tail = tl.load(p_scores + o_head), tl.load(p_scores + o_tail, mask=m_tail, other=0.0)
+    if protected is None:
+        always_head, always_tail = o_head < 0, o_tail < 0
+    else:
+        always_head = tl.load(protected + o_head) != 0
+        always_tail = tl.load(protected + o_tail, mask=m_tail, other=0) != 0
+    m_head = o_head >= 0
+    if FREE_ONLY:
+        m_head, m_tail = m_head & (always_head == 0), m_tail & (always_tail == 0)
+    return _sort_key(b_head, m_head), _sort_key(b_tail, m_tail), always_head, always_tail
+
+
+@triton.jit
+def _below(head, tail, bound):
+    """How many keys of 31 bits are below `bound`. The sign of a difference takes fewer instructions than comparing."""
+    folded = tl.sum(tl.reshape((head - bound) >> 31, [head.shape[0] // tail.shape[0], tail.shape[0]]), 0)
+    return tl.sum(folded + ((tail - bound) >> 31), 0).to(tl.int32)  # one sum over lanes and warps instead of two
+
+
+@triton.jit
+def _reached(head, tail, number, candidates):
+    """-> the largest key that `number` keys reach, or any that just so many reach; and how many do.
+
+    Keys have 31 bits, and are 0 where they are no candidates. The next guess is as if they lay evenly between the
+    bounds, now and then the middle, and always that in the end: so few steps usually, and never many.
+    """
+    TOTAL: tl.constexpr = head.shape[0] + tail.shape[0]
+    low = tl.minimum(tl.min(head - 1, 0), tl.min(tail - 1, 0)) + 1
+    high = tl.maximum(tl.max(head, 0), tl.max(tail, 0)) + 1
+    at_low, at_high = tl.full([], candidates, tl.int32), tl.full([], 0, tl.int32)
+    reach = at_low
+    step = 0
+    while (reach != number) & (high - low > 1):
+        share = (at_low - number).to(tl.float32) / (at_low - at_high).to(tl.float32)
+        share = tl.where((step % 4 == 3) | (step > 12), 0.5, share)
+        guess = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        reach = TOTAL - _below(head, tail, guess)
+        enough = reach >= number
+        low, at_low = tl.where(enough, guess, low), tl.where(enough, reach, at_low)
+        high, at_high = tl.where(enough, high, guess), tl.where(enough, at_high, reach)
+        step += 1
+    return low, reach
+
+
+@triton.jit
+def _best_of_equals(head, tail, kth, number):
+    """bool [HEAD], [TAIL]: the `number` largest keys, ties to the lower index. kth: the last one's upper bits."""
+    kth = (kth << 1) | 1
+    reach = tl.sum((head >= kth).to(tl.int32), 0) + tl.sum((tail >= kth).to(tl.int32), 0)
+    kth = tl.where(reach >= number, kth, kth - 1)
+    left = number - tl.sum((head > kth).to(tl.int32), 0) - tl.sum((tail > kth).to(tl.int32), 0)
+    tied_head, tied_tail = (head == kth).to(tl.int32), (tail == kth).to(tl.int32)
+    in_head = tl.sum(tied_head, 0)
+    kept_head = (head > kth) | ((tied_head != 0) & (tl.cumsum(tied_head, 0) <= left))
+    kept_tail = (tail > kth) | ((tied_tail != 0) & (tl.cumsum(tied_tail, 0) <= left - in_head))
+    return kept_head, kept_tail
+
+
+# vectors of protected columns would spread the scores, so that lanes read far apart
+@triton.jit(do_not_specialize_on_alignment=["protected_columns"])
 def keep_best_kernel(
-    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, NQ, NK,
-    N_PAD: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
+    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, NQ, NK,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
 
-    PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not protected.
+    HEAD + TAIL columns, powers of two, hold a row, HEAD <= NK. PER_HEAD: numbers int32 [heads], by head or by batch
+    and head. protected_columns: None if there are none. FREE_ONLY: the best of those not protected. candidates: how
+    many columns those are.
     """
     row = tl.program_id(0).to(tl.int64)
-    o_n = tl.arange(0, N_PAD)
-    m_n = o_n < NK
-    b_s = tl.load(scores + row * NK + o_n, mask=m_n, other=0.0)
-    protected = tl.load(protected_columns + o_n, mask=m_n, other=0) != 0
-    m_free = m_n
-    if FREE_ONLY:
-        m_free = m_n & (protected == 0)
+    p_scores = scores + row * NK
     if PER_HEAD:
         number = tl.load(numbers + row // NQ % heads)
-    kept = _best(_sort_key(b_s, m_free), number) | protected
-    kept = kept | (tl.load(protected_rows + row % NQ) != 0)
+    number = tl.minimum(number, candidates)
+    head, tail, always_head, always_tail = _row_keys(p_scores, protected_columns, NK, HEAD, TAIL, FREE_ONLY)
+    head, tail = head >> 1, tail >> 1
+    kth, reach = _reached(head, tail, number, candidates)
+    if reach == number:
+        kept_head, kept_tail = head >= kth, tail >= kth
+    else:  # the last bit, and the index, decide; read again rather than kept in registers
+        all_head, all_tail, _, _ = _row_keys(p_scores, protected_columns, NK, HEAD, TAIL, FREE_ONLY)
+        kept_head, kept_tail = _best_of_equals(all_head, all_tail, kth, number)
+    whole = tl.load(protected_rows + row % NQ) != 0
+    o_head, o_tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    m_tail = o_tail < NK
+    kept_head, kept_tail = kept_head | always_head | whole, (kept_tail | always_tail | whole) & m_tail
+    in_head = tl.sum(kept_head.to(tl.int32), 0)
+    count = in_head + tl.sum(kept_tail.to(tl.int32), 0)
     tl.debug_barrier()  # every score was read before the list takes its place
-    _pack(kept, o_n, row, counts, indices, NK)
+    p_list = indices + row * NK
+    tl.store(counts + row, count)
+    _place(kept_head, o_head, None, 0, count, p_list)
+    _place(kept_tail, o_tail, m_tail, in_head, count, p_list)
 
 
 @triton.jit
@@ -309,9 +416,11 @@ def keep_mass_kernel(
     seen = tl.sum(visible.to(tl.int32), 0).to(tl.float64)
     cap = tl.ceil(seen * share_bits.to(tl.int64).to(tl.float64, bitcast=True) - 1e-9).to(tl.int32)
     number = tl.minimum(tl.maximum(tl.minimum(wanted, cap), 1), available)
-    kept = (_best(key, number) & others) | forced
+    kept = ((_best(key, number) & others) | forced) & visible
+    count = tl.sum(kept.to(tl.int32), 0)
     tl.debug_barrier()
-    _pack(kept & visible, o_n, row, counts, indices, NK)
+    tl.store(counts + row, count)
+    _place(kept, o_n, m_n, 0, count, indices + row * NK)
 
 
 @triton.jit
