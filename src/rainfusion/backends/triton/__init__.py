@@ -170,6 +170,7 @@ def choose(request: Request, keys: Keys | None) -> BlockMask:
             found = _rf_v2_scores(request, means.of(b, slab, request.gqa_ratio))
             own = budgets[slab] if len(budgets) > 1 else budgets
             _keep_best(request, found, own, method.exact_budget, counts[b, slab], indices[b, slab])
+            del found  # before the next ones are made
     return BlockMask(counts, indices, method.block_size)
 
 

@@ -115,7 +115,8 @@ class Host:
         step, steps = None, None
         if self.decider.needs_step:
             timestep = next((given[name] for name in _TIMESTEPS if name in given), None)
-            step, steps = self.steps.current(timestep), self.steps.total()
+            steps = self.steps.total()
+            step = self.steps.current(timestep, may_wait=self.decider.settings.needs_steps)
         self.decider.begin(self._scene(given, model), step=step, steps=steps, training=model.training)
         for layer in self._attachment.unreachable:
             self.decider.enter(layer)  # nobody else will

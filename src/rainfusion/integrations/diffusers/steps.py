@@ -36,8 +36,11 @@ class Steps:
         timesteps = getattr(getattr(pipeline, "scheduler", None), "timesteps", None)
         return None if timesteps is None else len(timesteps)
 
-    def current(self, timestep: Any) -> int:
-        """0 for the first. `timestep`: of the forward, for those who have no pipeline."""
+    def current(self, timestep: Any, *, may_wait: bool = True) -> int | None:
+        """0 for the first. `timestep`: of the forward, for those who have no pipeline.
+
+        None: it is not known without waiting for the device, and that may not be.
+        """
         pipeline = self.pipeline
         scheduler = getattr(pipeline, "scheduler", None)
         schedule = getattr(scheduler, "timesteps", None)
@@ -47,6 +50,8 @@ class Steps:
         if scheduler is not None and hasattr(scheduler, "step_index"):
             index = scheduler.step_index  # None before the first step
             return self._counted((index,), schedule, (index,) == self._last, begins_again=index is None)
+        if not may_wait:
+            return None
         if isinstance(timestep, Tensor):  # of each token, perhaps, where given frames have 0
             value = float(timestep.max())
             return self._counted(value, schedule, value == self._last, begins_again=self._turns_back(value))
