@@ -9,6 +9,7 @@ exit status is 1 if one does not compile, or needs more shared memory than the G
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -227,8 +228,9 @@ def run(call: Call, backend: Any) -> None:
     mask = None
     if call.given:
         size = call.options.get("block_size", 128)
-        blocks = -(-LENGTH // size)
-        mask = BlockMask.from_dense(torch.ones(1, 4, blocks, blocks, dtype=torch.bool), size)
+        sides = (size, size) if isinstance(size, int) else size
+        dense = torch.ones(1, 4, *(math.ceil(LENGTH / side) for side in sides), dtype=torch.bool)
+        mask = BlockMask.from_dense(dense, size)
     # planned for a backend that runs here, then asked of the one that is looked at
     options = {name: value for name, value in call.options.items() if name != "precision"}
     asked = request(q, k, v, keep, mask, return_lse=call.return_lse, **options)
