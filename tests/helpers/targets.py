@@ -233,14 +233,8 @@ def run(call: Call, backend: Any) -> None:
     mask = None
     if call.given:
         size = call.options.get("block_size", 128)
-<<<<<<< HEAD
         rows, columns = (-(-LENGTH // side) for side in sides(size))
         mask = BlockMask.from_dense(torch.ones(1, 4, rows, columns, dtype=torch.bool), size)
-=======
-        sides = (size, size) if isinstance(size, int) else size
-        dense = torch.ones(1, 4, *(math.ceil(LENGTH / side) for side in sides), dtype=torch.bool)
-        mask = BlockMask.from_dense(dense, size)
->>>>>>> wt-quant
     # planned for a backend that runs here, then asked of the one that is looked at
     options = {name: value for name, value in call.options.items() if name != "precision"}
     asked = request(q, k, v, keep, mask, return_lse=call.return_lse, **options)
