@@ -117,7 +117,8 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
         else:
             assert_e4m3(back, (exact - smoothing) * live, scale)
         assert (ours[:, :, blocks:] == 0).all()  # what is behind them counts nothing, and is a number
-    torch.testing.assert_close(keys.weights[:, :blocks].exp2().expand(2, -1), number)
+    found = keys.weights[:, :blocks].float().exp2().expand(2, -1)
+    torch.testing.assert_close(found, number, rtol=1.4e-3, atol=0)  # of fp16
     assert keys.weights[:, blocks:].isneginf().all()
 
 

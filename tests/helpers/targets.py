@@ -9,7 +9,6 @@ exit status is 1 if one does not compile, or needs more shared memory than the G
 """
 
 import argparse
-import math
 import os
 import re
 import subprocess
