@@ -62,6 +62,17 @@ def test_sparse_calls_are_those_of_the_library(x, text):
     assert torch.equal(out, expected(x, text))
 
 
+def test_without_noise_levels_density_is_constant_unless_a_shape_was_asked_for(x, text, monkeypatch):
+    def missing(*args):
+        raise ImportError("no noise levels")
+
+    monkeypatch.setattr(private_names, "sigma_at", missing)
+    out = comfyui.apply(model(layers=1), sparsity=0.6, min_tokens=0).sample(x, text, (1.0,))[0]
+    assert torch.equal(out, expected(x, text))
+    with pytest.raises(ImportError, match="no noise levels"):
+        comfyui.apply(model(layers=1), sparsity=0.6, schedule="falling")
+
+
 def test_sparsity_0_is_bit_equal_to_no_node(x, text):
     patcher = model()
     fast = comfyui.apply(patcher, sparsity=0.0, min_tokens=0)

@@ -73,10 +73,20 @@ class Session:
         start = comfy.sigma_at(patcher, self.dense_start) if self.dense_start else float("inf")
         end = comfy.sigma_at(patcher, 1.0 - self.dense_end) if self.dense_end else float("-inf")
         self._sigmas = (start * (1.0 + _ROUNDING), end * (1.0 + _ROUNDING))
-        if not self.decider.settings.schedule.is_constant:
-            length = max(0.0, 1.0 - self.dense_start - self.dense_end) / _STAGES
-            ends = (self.dense_start + (stage + 1) * length for stage in range(_STAGES))
-            self._stages = [comfy.sigma_at(patcher, share) * (1.0 + _ROUNDING) for share in ends]
+        self._stages = self._ends_of_stages(patcher)
+
+    def _ends_of_stages(self, patcher: Any) -> list[float]:
+        schedule = self.decider.settings.schedule
+        if schedule.is_constant:
+            return []
+        length = max(0.0, 1.0 - self.dense_start - self.dense_end) / _STAGES
+        ends = (self.dense_start + (stage + 1) * length for stage in range(_STAGES))
+        try:
+            return [comfy.sigma_at(patcher, share) * (1.0 + _ROUNDING) for share in ends]
+        except ImportError:  # a model without noise levels: auto is constant then
+            if schedule.is_auto:
+                return []
+            raise
 
     def after_run(self, patcher: Any) -> None:
         """Also after an interrupt or an error."""
