@@ -80,6 +80,7 @@ CASES = {
     "a close call": Case(dict(sparse_type="rf_v2", sparsity=0.5), tokens=640, close_call=True),
     "a scale": Case(dict(VIDEO, scale=0.5)),
     "submeans": Case(dict(VIDEO, predictor="submeans"), cuts=(2, 1, 3, 1)),
+    "spread": Case(dict(VIDEO, predictor="spread", compensate=True), cuts=(2, 1, 3, 1)),
     "budgets by head": Case(dict(VIDEO, sparsity=[0.2, 0.9, 0.5, 0.7, 0.8, 0.3, 0.6, 0.4]), heads=8),
     "exact budget": Case(dict(VIDEO, txt_len=77, exact_budget=True), tokens=1197, text=77),
     "first frame's keys": Case(dict(VIDEO, first_frame="keys"), cuts=(2, 1, 3, 1)),
@@ -209,7 +210,7 @@ def process(rank, processes, folder):
 
         def both(q, k, v, mask, *, input_layout, sizes, order, **kwargs):
             return attend_sharded(
-                q, k, v, mask, ulysses_group=ulysses, ring_group=ring, sizes=sizes, order=order, attend_kwargs=kwargs,
+                q, k, v, mask, ulysses_group=ulysses, ring_group=ring, sizes=sizes, order=order, **kwargs,
                 input_layout=input_layout,
             )  # fmt: skip
 
