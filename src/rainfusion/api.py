@@ -148,8 +148,8 @@ def sparse_attention(
             context that is never dropped.
         precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
-        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, between which attention is
-            predicted.
+        predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
+            or `"spread"`, by what is lost if the mean of a block stands for it.
         compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
         first_frame: rf_v2, of a video: `"protected"`, it attends to everything and everything to it; `"keys"`, its
             keys are never dropped; `"free"`, it is like the other frames.
@@ -311,8 +311,8 @@ def predict_mask(
             context that is never dropped.
         precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
-        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, between which attention is
-            predicted.
+        predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
+            or `"spread"`, by what is lost if the mean of a block stands for it.
         compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
         first_frame: rf_v2, of a video: `"protected"`, it attends to everything and everything to it; `"keys"`, its
             keys are never dropped; `"free"`, it is like the other frames.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SparseType = Literal["rf_v2", "rf_v3", "ada_bsa"]
-Predictor = Literal["mean", "submeans"]
+Predictor = Literal["mean", "submeans", "spread"]
 FirstFrame = Literal["protected", "keys", "free"]
 TokenOrder = Literal["window", "mindiesd", "raster"]
 Precision = Literal["native", "fp8", "int8"]
@@ -38,6 +38,7 @@ PRECISIONS = get_args(Precision)
 BLOCK_SIZES: tuple[int | tuple[int, int], ...] = (128, 64, (128, 64), (128, 32))
 IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
 SUBMEANS = 4  # means of a block of queries, with predictor="submeans"
+QUERIES_OF_PART, KEYS_OF_PART = 8, 32  # that have a mean, with predictor="spread"
 
 
 class MethodOptions(TypedDict, total=False):
@@ -71,9 +72,11 @@ class Method:
         sparse_type: None (dense), `"rf_v2"` (also called `"rf_v3"`) or `"ada_bsa"`.
         sparsity: the share of key blocks to skip, 0 to 1. rf_v2 also takes one for each query head. None: by task,
             0.6 for images and 0.8 for video.
-        predictor: rf_v2: `"mean"`, one mean for each block, or `"submeans"`, four, between which attention is
-            predicted.
-        compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE.
+        predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
+            or `"spread"`, by what is lost if the mean of a block stands for it: one of every 8 queries and of every 32
+            keys, and how far keys are from it.
+        compensate: blocks that are skipped count through their mean key and mean value, in the softmax and in the LSE;
+            with `predictor="spread"` for a little more, where keys are far from their mean.
         first_frame: rf_v2, of a video: `"protected"`, it attends to everything and everything to it; `"keys"`, its
             keys are never dropped; `"free"`, it is like the other frames.
         exact_budget: rf_v2: protected blocks count in `sparsity` too, so that about 1 - sparsity of all is computed
@@ -196,12 +199,21 @@ class Method:
     @property
     def q_parts(self) -> int:
         """Means of a block of queries, from which rf_v2 predicts."""
+        if self.spreads:
+            return self.q_block // QUERIES_OF_PART
         return SUBMEANS if self.predictor == "submeans" else 1
 
     @property
     def k_parts(self) -> int:
-        """Means of a block of keys: its parts have as many tokens as those of the queries."""
+        """Means of a block of keys: submeans have parts of as many tokens as those of the queries."""
+        if self.spreads:
+            return self.k_block // KEYS_OF_PART
         return max(1, self.q_parts * self.k_block // self.q_block)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether it is known how far the keys of a block are from their mean, see `prediction.spread`."""
+        return self.predictor == "spread"
 
     def for_frames(self, frames: int) -> Method:
         """With the sparsity of the task where none was given: an image has one frame."""

@@ -38,7 +38,7 @@ def key_mask(kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("predictor", ["mean", "submeans"])
+@pytest.mark.parametrize("predictor", ["mean", "submeans", "spread"])
 @pytest.mark.parametrize("kind", [None, "bool"])
 def test_masks_follow_the_definition(pair, backend, predictor, kind):
     q, k, _ = qkv(2, 4, LENGTH, 16, k_heads=2)
@@ -53,17 +53,18 @@ def test_masks_follow_the_definition(pair, backend, predictor, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("compensate", [False, True])
+@pytest.mark.parametrize(("predictor", "compensate"), [("mean", False), ("mean", True), ("spread", True)])
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
-def test_attention_is_that_of_the_definition(pair, backend, compensate, kind):
+def test_attention_is_that_of_the_definition(pair, backend, predictor, compensate, kind):
     q, k, v = qkv(2, 4, LENGTH, 16, k_heads=2)
     attn_mask = key_mask(kind)
-    call = dict(VIDEO, block_size=pair, compensate=compensate, backend=backend)
+    call = dict(VIDEO, predictor=predictor, block_size=pair, compensate=compensate, backend=backend)
     out, lse, mask = sparse_attention(q, k, v, attn_mask, **call, return_lse=True, return_mask=True)
     (order, _), _ = sides_of(pair)
     dense = mask.to_dense()
     if compensate:
-        exact, exact_lse = oracle.compensated(q, k, v, dense, order, order, pair, attn_mask)
+        spreads = predictor == "spread"
+        exact, exact_lse = oracle.compensated(q, k, v, dense, order, order, pair, attn_mask, spreads=spreads)
     else:
         exact, exact_lse = oracle.attention(q, k, v, oracle.expand(dense, order, order, pair), attn_mask)
     assert error(out, exact) < 16 * EPS[torch.float32]
@@ -117,8 +118,9 @@ def test_means_count_where_a_block_is_skipped(pair):
     dense[..., 3], dense[..., -1] = True, True
     mask = BlockMask.from_dense(dense, pair)
     call = dict(sparse_type="rf_v2", block_size=pair, compensate=True)
-    keys = triton_backend.prepare(request(q, k, v, mask=mask, **call))
-    bias = triton_backend.stand_in_bias(mask, keys)[0, 0, 0]
+    asked = request(q, k, v, mask=mask, **call)
+    keys = triton_backend.prepare(asked)
+    bias = triton_backend.stand_in_bias(asked, mask, keys)[0, 0, 0]
     counts = torch.tensor([pair[1]] * (dense.shape[-1] - 1) + [k_len - (dense.shape[-1] - 1) * pair[1]])
     expected = counts.log2().masked_fill(dense[0, 0, 0], -math.inf)
     torch.testing.assert_close(bias[: len(expected)], expected)
@@ -126,7 +128,7 @@ def test_means_count_where_a_block_is_skipped(pair):
     there = pair[1] + int(counts[-1])
     assert bias[-128:].tolist() == [0.0] * there + [-math.inf] * (128 - there)
     wide = BlockMask(mask.counts, mask.indices.int(), pair)
-    assert torch.equal(triton_backend.stand_in_bias(wide, keys)[0, 0, 0], bias)
+    assert torch.equal(triton_backend.stand_in_bias(asked, wide, keys)[0, 0, 0], bias)
 
 
 def test_the_future_is_left_out_wherever_it_is(pair):
@@ -138,7 +140,7 @@ def test_the_future_is_left_out_wherever_it_is(pair):
     assert portable._causal_counts(slab).tolist() == [[(row + 1) * share for row in range(rows)]]
 
 
-@pytest.mark.parametrize("predictor", ["mean", "submeans"])
+@pytest.mark.parametrize("predictor", ["mean", "submeans", "spread"])
 @pytest.mark.parametrize("kind", [None, "bool"])
 @pytest.mark.parametrize("sparsity", [0.7, [0.9, 0.2, 0.5, 0.7]])
 def test_masks_do_not_depend_on_how_many_heads_are_scored_at_once(pair, predictor, kind, sparsity, monkeypatch):

@@ -42,7 +42,7 @@ def test_a_method_is_checked_frozen_and_plain():
     assert hash(method) == hash(dataclasses.replace(method))
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.sparsity = 0.1
-    with pytest.raises(ValueError, match="predictor must be one of 'mean', 'submeans', got 'median'"):
+    with pytest.raises(ValueError, match="predictor must be one of 'mean', 'submeans', 'spread', got 'median'"):
         dataclasses.replace(method, predictor="median")
 
 

@@ -5,6 +5,7 @@ import torch
 
 from rainfusion import Method, TokenLayout
 from rainfusion.backends import Request, hopper
+from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import block_means
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
@@ -35,11 +36,12 @@ def inputs(layout, dim=DIM):
     return k.half().to(DEVICE), v.to(torch.float16).to(DEVICE)
 
 
-def prepared(k, v, layout, keep, precision="int8", stand_ins=False):
+def prepared(k, v, layout, keep, precision="int8", stand_ins=False, **options):
     """Keys and values in this layout, with means of their blocks, as rf_v2 wants them."""
     size = layout.block_size
     pair = size if size == 128 else (128, size)
-    method = Method(sparse_type="rf_v2", sparsity=0.5, precision=precision, compensate=stand_ins, block_size=pair)
+    options = dict(options, precision=precision, compensate=stand_ins, block_size=pair)
+    method = Method(sparse_type="rf_v2", sparsity=0.5, **options)
     return hopper.prepare(Request(k, k, v, keep, None, None, layout, layout, method, 1.0, False, (1,), False))
 
 
@@ -120,6 +122,20 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
     found = keys.weights[:, :blocks].float().exp2().expand(2, -1)
     torch.testing.assert_close(found, number, rtol=1.4e-3, atol=0)  # of fp16
     assert keys.weights[:, blocks:].isneginf().all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_how_far_keys_are_from_their_means(layout, masked):
+    """And those means, once more for parts of wide blocks, in the type of the keys."""
+    k, v = inputs(layout)
+    keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6 if masked else None
+    if masked:
+        keep[:, layout.order[: layout.block_size]] = False
+    keys = prepared(k, v, layout, keep, stand_ins=True, predictor="spread")
+    on_cpu = k.cpu(), layout.to("cpu"), None if keep is None else keep.cpu()
+    torch.testing.assert_close(keys.spreads.cpu(), spread.of_keys(*on_cpu), rtol=1e-5, atol=1e-5)
+    means = block_means(*on_cpu, parts=max(1, layout.block_size // 32))
+    torch.testing.assert_close(keys.means.cpu(), means.half(), rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])

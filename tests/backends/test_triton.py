@@ -61,6 +61,8 @@ CALLS = {
     "cross": (dict(ON_GRID, latent_shape_k=(3, 6, 7)), 212, 146),
     "submeans": (dict(ON_GRID, predictor="submeans"), 212, 212),
     "submeans in 64s": (dict(RF_V2_64, predictor="submeans"), 300, 300),
+    "spread": (dict(ON_GRID, predictor="spread"), 212, 212),
+    "spread in 64s": (dict(RF_V2_64, predictor="spread"), 300, 300),
     "first frame's keys": (dict(ON_GRID, first_frame="keys"), 212, 212),
     "free first frame": (dict(ON_GRID, first_frame="free", block_size=64), 212, 212),
     "exact budget": (dict(ON_GRID, exact_budget=True, block_size=64), 212, 212),

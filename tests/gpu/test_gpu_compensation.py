@@ -15,11 +15,12 @@ pytestmark = gpu.ON_GPU
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
 @pytest.mark.parametrize("name", ["plain", "video", "blocks of 64"])
-def test_compensation_is_that_of_the_reference(backend, dtype, kind, name):
+@pytest.mark.parametrize("predictor", ["submeans", "spread"])
+def test_compensation_is_that_of_the_reference(backend, dtype, kind, name, predictor):
     """Against the same mask in float64 on the CPU, within twice what rounding inputs and output costs."""
     q, k, v = gpu.qkv(dtype=dtype)
     attn_mask = gpu.key_mask(kind, 2, q.shape[2])
-    kwargs = dict(SUBMEANS[name], compensate=True, return_lse=True)
+    kwargs = dict(SUBMEANS[name], predictor=predictor, compensate=True, return_lse=True)
     result = gpu.attend(backend, q, k, v, attn_mask, **kwargs, return_mask=True)
     if result is None:
         return
@@ -37,7 +38,8 @@ def test_compensation_is_that_of_the_reference(backend, dtype, kind, name):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("kind", [None, "float", "blocks", "nothing"])
-def test_compensation_in_every_precision(backend, precision, dim, kind):
+@pytest.mark.parametrize("predictor", ["mean", "spread"])
+def test_compensation_in_every_precision(backend, precision, dim, kind, predictor):
     """More keys than 128 blocks have, rows that keep none of them, other lengths of q and k: against the definition.
 
     The LSE within twice what the same precision loses without compensation.
@@ -52,7 +54,7 @@ def test_compensation_in_every_precision(backend, precision, dim, kind):
     there[:3] = [x.float() for x in there[:3]]
     off = 0.0
     for compensate in (False, True):
-        kwargs = dict(sparse_type="rf_v2", compensate=compensate, return_lse=True)
+        kwargs = dict(sparse_type="rf_v2", predictor=predictor, compensate=compensate, return_lse=True)
         result = gpu.attend(backend, q, k, v, attn_mask, precision=precision, mask=mask, **kwargs)
         if result is None:
             return

@@ -126,13 +126,14 @@ def test_budgets_by_head_are_those_of_the_cpu(backend, dtype):
 
 
 @pytest.mark.parametrize("name", SUBMEANS)
+@pytest.mark.parametrize("predictor", ["submeans", "spread"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("kind", [None, "bool", "blocks"])
-def test_submeans_choose_what_the_cpu_does_but_for_near_ties(backend, name, dtype, kind):
+def test_parts_choose_what_the_cpu_does_but_for_near_ties(backend, name, predictor, dtype, kind):
     """Products of tf32 there, of fp32 here: a row may swap two blocks, and one of them may be protected anyway."""
     q, k, v = gpu.qkv(dtype=dtype)
     attn_mask = gpu.key_mask(kind, 2, q.shape[2])
-    kwargs = SUBMEANS[name]
+    kwargs = dict(SUBMEANS[name], predictor=predictor)
     result = gpu.attend(backend, q, k, v, attn_mask, **kwargs, return_mask=True)
     if result is None:
         return

@@ -173,7 +173,31 @@ def part_mass(q, k, scale, order_q, order_k, keep, block_size):
     return mass
 
 
-SCORES = {"mean": mean_scores, "submeans": part_mass}
+def spread(keys):
+    """float64: mean square of the distance of keys [n, D] to their mean."""
+    return (keys - keys.mean(0)).square().sum(1).mean()
+
+
+def mean_errors(q, k, scale, order_q, order_k, keep, block_size):
+    """float64 [B, Hq, NQ, NK]: predictor="spread". What a query part gives a key block, times its spread, squared."""
+    q_size, k_size = sides(block_size)
+    a, n = q_size // 8, k_size // 32  # parts of a query block, of a key block
+    probs = mean_scores(q, k, scale, order_q, order_k, keep, (8, 32)).softmax(-1).nan_to_num(0.0)
+    keys = k.float().double()
+    shared = q.shape[1] // k.shape[1]
+    rows, blocks = math.ceil(len(order_q) / q_size), blocks_of(len(order_k), k_size)
+    scores = torch.empty(*probs.shape[:2], rows, len(blocks)).double()
+    for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
+        for j, block in enumerate(blocks):
+            tokens = [order_k[t] for t in block if keep[b, order_k[t]]]
+            for i in range(rows):
+                given = probs[b, h, a * i : a * i + a, n * j : n * j + n].sum(1)
+                lost = (given * spread(keys[b, h // shared, tokens])).square().sum() if tokens else -math.inf
+                scores[b, h, i, j] = lost
+    return scores
+
+
+SCORES = {"mean": mean_scores, "submeans": part_mass, "spread": mean_errors}
 
 
 def free_budget(rows, columns, sparsity):
@@ -275,8 +299,11 @@ def attention(q, k, v, tokens, attn_mask=None, scale=None, causal=False):
     return probs @ v.masked_fill(~keep[:, None, :, None], 0.0), logits.logsumexp(-1)
 
 
-def compensated(q, k, v, dense, order_q, order_k, block_size, attn_mask=None, scale=None):
-    """out, lse in float64: the kept tokens, and one token for each skipped block: its means, its number as a bias."""
+def compensated(q, k, v, dense, order_q, order_k, block_size, attn_mask=None, scale=None, spreads=False):
+    """out, lse in float64: the kept tokens, and one token for each skipped block: its means, its number as a bias.
+
+    spreads: with predictor="spread", that number is larger, the farther keys are from their mean.
+    """
     keep, bias = kept_keys(attn_mask, q.shape[0], k.shape[2])
     scale = q.shape[3] ** -0.5 if scale is None else scale
     q, k, v = (x.double() for x in (q, k, v))
@@ -296,6 +323,10 @@ def compensated(q, k, v, dense, order_q, order_k, block_size, attn_mask=None, sc
                 values = torch.cat([v[b, h, tokens], *(v[b, h, block].mean(0, keepdim=True) for block in skipped)])
                 extra = torch.cat([bias[b, tokens], *(bias[b, block].logsumexp(0, keepdim=True) for block in skipped)])
                 queries = [order_q[i] for i in rows]
+                if spreads:
+                    power = q[b, h, queries[::8]].square().mean()
+                    for place, block in enumerate(skipped, len(tokens)):
+                        extra[place] += (1 + scale**2 / 4 * power * spread(k[b, h, block])).log()
                 logits = q[b, h, queries] @ keys.T * scale + extra
                 lse[b, h, queries] = logits.logsumexp(-1)
                 out[b, h, queries] = logits.softmax(-1) @ values

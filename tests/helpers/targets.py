@@ -88,6 +88,7 @@ def calls(everything: bool) -> Iterator[Call]:
         yield Call(torch.bfloat16, 128, video)
         yield Call(torch.bfloat16, 128, ada_bsa, masked=True, return_lse=True)
         yield Call(torch.bfloat16, 128, dict(video, predictor="submeans", compensate=True))
+        yield Call(torch.bfloat16, 128, dict(video, predictor="spread", compensate=True, block_size=(128, 32)))
         yield Call(torch.bfloat16, 128, dict(video, sparsity=[0.9, 0.5, 0.3, 0.7], exact_budget=True))
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -97,6 +98,7 @@ def calls(everything: bool) -> Iterator[Call]:
                 yield Call(dtype, head_dim, here)
                 yield Call(dtype, head_dim, here, masked=True, return_lse=True)
                 yield Call(dtype, head_dim, dict(here, predictor="submeans", compensate=True), masked=head_dim == 64)
+                yield Call(dtype, head_dim, dict(here, predictor="spread", compensate=True), masked=head_dim == 64)
                 yield Call(dtype, head_dim, dict(is_causal=True, block_size=block_size), given=True)
                 yield Call(dtype, head_dim, dict(block_size=block_size), given=True, masked=True)
             yield Call(dtype, head_dim, ada_bsa)
@@ -123,12 +125,14 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
                 yield Call(torch.bfloat16, head_dim, here)
                 yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
                 yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="submeans"))
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="spread"))
         for dtype in (torch.bfloat16, torch.float16):
             for head_dim in (64, 96, 128):
                 yield Call(dtype, head_dim, dict(video, precision=precision))
                 yield Call(dtype, head_dim, dict(video, precision=precision, scale=-1.0), masked=True, return_lse=True)
                 yield Call(dtype, head_dim, dict(precision=precision), given=True, return_lse=True)
                 yield Call(dtype, head_dim, dict(video, precision=precision, compensate=True), masked=True)
+                yield Call(dtype, head_dim, dict(video, precision=precision, compensate=True, predictor="spread"))
         yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision), strided=True)
 
 

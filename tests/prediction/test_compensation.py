@@ -19,6 +19,9 @@ CALLS = {
     "video": (VIDEO, LENGTH),
     "no grid": (PLAIN, 300),
     "submeans": (dict(VIDEO, predictor="submeans"), LENGTH),
+    "spread": (dict(VIDEO, predictor="spread"), LENGTH),
+    "spread, no grid": (dict(PLAIN, predictor="spread"), 300),
+    "spread in blocks of 128": (dict(PLAIN, predictor="spread", block_size=128), 700),
     "blocks of 128": (dict(PLAIN, block_size=128), 700),
     "ada_bsa": (dict(sparse_type="ada_bsa", sparsity=0.8, keep_sink=False), 700),
 }
@@ -49,20 +52,25 @@ def test_it_is_what_the_definition_says(name, backend, masked):
     )
     assert mask.density() < 0.95
     order = layout_of(kwargs, length)
-    exact, exact_lse = oracle.compensated(q, k, v, mask.to_dense(), order, order, mask.block_size, attn_mask)
+    spreads = kwargs.get("predictor") == "spread"
+    exact, exact_lse = oracle.compensated(
+        q, k, v, mask.to_dense(), order, order, mask.block_size, attn_mask, spreads=spreads
+    )
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-5)
 
 
 def test_it_is_nearer_to_dense_attention():
-    q, k, v = (x.clone() for x in qkv(2, 1, 700, 24))
-    k += 2 * torch.randn(6, 24).repeat_interleave(128, 0)[:700]  # blocks with something in common
+    """And nearer still with what keys are apart from their means, some blocks more than others."""
+    torch.manual_seed(0)
+    q, k, v = (x.clone() for x in qkv(2, 1, 1400, 24))
+    k *= torch.rand(11).repeat_interleave(128)[:1400, None]
+    k += 2 * torch.randn(11, 24).repeat_interleave(128, 0)[:1400]  # blocks with something in common
     dense = sparse_attention(q, k, v)
-    errors = [
-        (sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, compensate=compensate) - dense).norm()
-        for compensate in (False, True)
-    ]
+    options = dict(compensate=False), dict(compensate=True), dict(compensate=True, predictor="spread")
+    errors = [(sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, **kw) - dense).norm() for kw in options]
     assert errors[1] < 0.7 * errors[0]
+    assert errors[2] < 0.8 * errors[1]
 
 
 def test_nothing_skipped_is_nothing_added():
@@ -111,11 +119,13 @@ def test_where_nothing_is_skipped_no_means_are_made(monkeypatch):
     assert asked == [False, True, False]
 
 
-def test_keys_that_are_all_alike_give_dense_attention():
+@pytest.mark.parametrize("predictor", ["mean", "spread"])
+def test_keys_that_are_all_alike_give_dense_attention(predictor):
     """Then the mean of a block is each of its keys."""
     q, k, v = qkv(2, 2, 600, 24, k_heads=1)
     k, v = k[:, :, :1].expand(-1, -1, 600, -1), v[:, :, :1].expand(-1, -1, 600, -1)
-    out, lse = sparse_attention(q, k, v, sparse_type="rf_v2", sparsity=0.8, compensate=True, return_lse=True)
+    options = dict(sparse_type="rf_v2", sparsity=0.8, predictor=predictor, compensate=True)
+    out, lse = sparse_attention(q, k, v, **options, return_lse=True)
     dense, dense_lse = sparse_attention(q, k, v, return_lse=True)
     torch.testing.assert_close(out, dense)
     torch.testing.assert_close(lse, dense_lse)
@@ -138,7 +148,7 @@ def test_biases_are_kept_in_as_many_bits_as_they_need(dtype, bias, kept):
     asked = request(q, k, v, None if bias is None else torch.ones(1, 300, dtype=torch.bool), mask, compensate=True,
                     sparse_type="rf_v2", block_size=64, sparsity=0.5)._replace(bias=added)  # fmt: skip
     keys = triton_backend.prepare(asked)
-    assert keys.weights.dtype == triton_backend.stand_in_bias(mask, keys).dtype == kept
+    assert keys.weights.dtype == triton_backend.stand_in_bias(asked, mask, keys).dtype == kept
     call = dict(sparse_type="rf_v2", block_size=64, mask=mask, compensate=True, return_lse=True)
     out, lse = sparse_attention(q, k, v, added, **call, backend="triton")
     exact, exact_lse = sparse_attention(*(x.double() for x in (q, k, v)), added, **call, backend="reference")
@@ -147,18 +157,22 @@ def test_biases_are_kept_in_as_many_bits_as_they_need(dtype, bias, kept):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_any_key_are_zero(backend):
+@pytest.mark.parametrize("predictor", ["mean", "spread"])
+def test_rows_without_any_key_are_zero(backend, predictor):
     q, k, v = qkv(2, 2, 300, 24, k_heads=1)
     nothing = torch.zeros(2, 300, dtype=torch.bool)
-    out, lse = sparse_attention(q, k, v, nothing, **PLAIN, compensate=True, backend=backend, return_lse=True)
+    call = dict(PLAIN, predictor=predictor, compensate=True, backend=backend, return_lse=True)
+    out, lse = sparse_attention(q, k, v, nothing, **call)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_shows(backend):
-    q, k, v = qkv(2, 2, 300, 24, k_heads=1)
-    q[0, 0, 5], v[1, 0, 250] = torch.nan, torch.nan
-    out = sparse_attention(q, k, v, **PLAIN, compensate=True, backend=backend)
+@pytest.mark.parametrize("predictor", ["mean", "spread"])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_nan_shows(backend, predictor, where):
+    q, k, v = (x.clone() for x in qkv(2, 2, 300, 24, k_heads=1))
+    q[0, 0, 5], {"k": k, "v": v}[where][1, 0, 250] = torch.nan, torch.nan
+    out = sparse_attention(q, k, v, **dict(PLAIN, predictor=predictor), compensate=True, backend=backend)
     assert out[0, 0, 5].isnan().all() and out[1].isnan().all()
     assert out[0, 1].isfinite().all()
 

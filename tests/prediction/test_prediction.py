@@ -44,7 +44,7 @@ def rf_v2_calls(draw):
         sparsity=draw(st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.8, 0.95, 1.0])),
         token_order=draw(st.sampled_from(["window", "mindiesd", "raster", (8, 4, 4)])),
         scale=draw(st.sampled_from([None, 1.0, -0.3])),
-        predictor=draw(st.sampled_from(["mean", "submeans"])),
+        predictor=draw(st.sampled_from(["mean", "submeans", "spread"])),
         first_frame=draw(st.sampled_from(["protected", "keys", "free"])),
         exact_budget=draw(st.booleans()),
     )
@@ -88,6 +88,8 @@ def test_rf_v2_masks_agree_with_the_definition(call):
     exact = kwargs["exact_budget"]
     expected = oracle.rf_v2_rows(scores, kwargs["sparsity"], protected_q, protected_k, exact)
     different = (mask.to_dense() != expected).any(-1)
+    if kwargs["predictor"] == "spread":  # squares of small numbers
+        scores = scores.clamp(min=1e-30).log()
     if exact:  # ranked apart from the protected ones
         scores = scores[..., [not p for p in protected_k]]
     for h, share in enumerate(
@@ -217,6 +219,7 @@ def test_half_precision_predicts_like_the_same_numbers_in_fp32():
     q, k = (randn(1, 2, 1100, 32, seed=i, dtype=torch.bfloat16) for i in range(2))
     for kwargs in (
         dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=[4, 11, 25]),
+        dict(sparse_type="rf_v2", sparsity=0.7, predictor="submeans"),
         dict(sparse_type="ada_bsa", sparsity=0.7),
     ):
         masks = [predict_mask(q.to(t), k.to(t), **kwargs) for t in (torch.bfloat16, torch.float32, torch.float64)]

@@ -70,11 +70,12 @@ class Keys(NamedTuple):
 
     k: Tensor  # [B, Hk, at least Sk, D]
     v: Tensor
-    means: Tensor | None = None  # fp32 [B, Hk, NK * parts, D], if a prediction needs them
+    means: Tensor | None = None  # [B, Hk, NK * parts, D], if a prediction needs them
     bias: Tensor | None = None  # fp32 [B, NK * block] in units of log2, -inf where a key does not count
     length: int = 0  # Sk
     weights: Tensor | None = None  # fp32 or fp16 [B or 1, whole blocks of means] of stand-ins: log2 of their keys
     scales: Scales | None = None  # if quantised
+    spreads: Tensor | None = None  # fp32 [B, Hk, NK], with predictor="spread"
 
 
 class Speed(NamedTuple):

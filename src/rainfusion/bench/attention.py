@@ -99,7 +99,8 @@ def measure(
     tell("check")
     (out, mask), peak = peak_memory(lambda: rainfusion.sparse_attention(q, k, v, **kwargs, return_mask=True), device)
     error_to_dense = float((out.double() - exact.double()).norm() / exact.double().norm())
-    verdict = verify(q, k, v, out, mask, layout, compensate=kwargs.get("compensate", False))
+    compensate, spreads = kwargs.get("compensate", False), kwargs.get("predictor") == "spread"
+    verdict = verify(q, k, v, out, mask, layout, compensate=compensate, spreads=spreads)
     del out, exact
     tell("timing")
     dense_ms, sparse_ms = _medians([dense, sparse], repeats, device)

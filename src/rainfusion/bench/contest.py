@@ -248,6 +248,7 @@ class _Contest:
                     None if precision == "native" else QUANTISED_ERROR,
                     1.5,
                     self.kwargs.get("compensate", False),
+                    self.kwargs.get("predictor") == "spread",
                 ),
             )
         )
@@ -317,9 +318,18 @@ class _Contest:
         allowed: float | None,
         slack: float,
         compensate: bool = False,
+        spreads: bool = False,
     ) -> Verdict:
         return verify(
-            *self.sets[0], out, mask, layout, _CHECKED_ROWS, allowed=allowed, slack=slack, compensate=compensate
+            *self.sets[0],
+            out,
+            mask,
+            layout,
+            _CHECKED_ROWS,
+            allowed=allowed,
+            slack=slack,
+            compensate=compensate,
+            spreads=spreads,
         )
 
     def _error_to_dense(self, out: Tensor) -> float:

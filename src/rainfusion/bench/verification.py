@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+from rainfusion.prediction import spread
 
 
 class Verdict(NamedTuple):
@@ -39,6 +40,7 @@ def verify(
     allowed: float | None = None,
     slack: float = 1.5,
     compensate: bool = False,
+    spreads: bool = False,
 ) -> Verdict:
     """Computes `rows` blocks of rows again in float64, over the blocks that the mask keeps, and compares.
 
@@ -52,6 +54,8 @@ def verify(
         rows: how many blocks of rows to check.
         allowed: the error to allow, instead of `slack` times what torch's own attention loses.
         slack: see `allowed`.
+        compensate: whether skipped blocks count through their means.
+        spreads: with predictor="spread", by which they count for more.
     """
     batch, heads, _, _ = q.shape
     shared = heads // k.shape[1]
@@ -72,6 +76,8 @@ def verify(
         if compensate:
             skipped = mask.indices[b, h, row, int(mask.counts[b, h, row]) :].tolist()
             stand_ins = _stand_ins(k[b, h // shared], v[b, h // shared], layout, skipped, k_size)
+            if spreads:
+                stand_ins = _weightier(stand_ins, k[b, h // shared], part[0], layout, skipped, k_size)
         exact.append(_attention_in_float64(*part, stand_ins))
         ours.append(out[b, h, queries].cpu().double())
         if allowed is None:
@@ -113,3 +119,18 @@ def _stand_ins(
 def _distance(ours: list[Tensor], exact: list[Tensor]) -> float:
     a, b = torch.cat(ours), torch.cat(exact)
     return float((a - b).norm() / b.norm())
+
+
+def _weightier(
+    stand_ins: tuple[Tensor, Tensor, Tensor], k: Tensor, q: Tensor, layout: TokenLayout, blocks: list[int], size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By how far keys are from their means, for queries of this size: see `prediction.spread`."""
+    power = float(q[:: spread.EVERY].double().square().mean())
+    tokens = [layout.order[block * size : (block + 1) * size] for block in blocks]
+    apart = [
+        k[which].cpu().double().sub(mean).square().sum(-1).mean()
+        for which, mean in zip(tokens, stand_ins[0], strict=True)
+    ]
+    spreads = torch.stack(apart) if apart else torch.zeros(0, dtype=torch.float64)
+    number = stand_ins[2] * spread.gain(torch.tensor(power), spreads, q.shape[-1] ** -0.5)
+    return stand_ins[0], stand_ins[1], number

@@ -25,7 +25,7 @@ from rainfusion.lab import rules
 from rainfusion.lab.model import Grid, Place, arguments_at, dense
 from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
-from rainfusion.options import RECOMMENDED, TokenOrder, Window, sides
+from rainfusion.options import TokenOrder, Window, sides
 from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate, highest_sparsity
 from rainfusion.schedules import Schedule, ScheduleSource
@@ -232,7 +232,8 @@ _SPARGE, _FREE = partial(rules.sparge, form="cdf", threshold=0.1), partial(rules
 
 _FIRST = (4, 4, 8)
 _WINDOWS = (_FIRST, (2, 8, 8), (2, 4, 16), (8, 4, 4))
-_BEST: dict[str, Any] = {**RECOMMENDED}
+_BEST: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="free")
+_SPREAD: dict[str, Any] = {**_BEST, "predictor": "spread", "token_order": (2, 8, 8)}
 _KEYS = {**_BEST, "first_frame": "keys"}
 
 
@@ -288,6 +289,10 @@ METHODS = (
             ("falling fast", [9.0, 3.0, 2.0, 1.5, 1.0]),
         )
     ),
+    ours("rf_v2 2x8x8 free spread compensate", **_SPREAD),
+    ours("rf_v2 2x8x8 free spread", **{**_SPREAD, "compensate": False}),
+    *(ours(f"rf_v2 2x8x8 free spread compensate, {keys} keys", **_SPREAD, block_size=(128, keys)) for keys in (64, 32)),
+    ours("rf_v2 2x8x8 free spread compensate, 32 keys, falling", **_SPREAD, block_size=(128, 32), schedule=[5.0, 1.0]),
     ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
     ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),
     ours("rf_v2 calibrated", token_order=(4, 4, 8), knob="profile", note="budgets of layers and heads by a profile"),

@@ -4,7 +4,7 @@
     out_i = (sum over kept keys + sum over skipped blocks of weight * mean_v[j]) / (sum of all weights)
 
 Attention over the kept blocks is done already: its log-sum-exp says how much it weighs. A key's bias counts in n_j, as
-exp(bias), and not in the means.
+exp(bias), and not in the means. With predictor="spread" a weight has a factor, `spread.gain`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from rainfusion.backends.protocol import Request
 from rainfusion.blockmask import BlockMask
 from rainfusion.layout import TokenLayout
+from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import block_means
 from rainfusion.slabs import head_slabs
 
@@ -58,9 +59,13 @@ def add(request: Request, mask: BlockMask, out: Tensor, lse: Tensor) -> tuple[Te
     batch, heads, q_len, _ = q.shape
     weights = log_weights(k_layout, request.keep, request.bias, batch, q.device).to(dtype)
     k_means, v_means = (block_means(x, k_layout, request.keep).to(dtype) for x in (request.k, request.v))
+    spreads, power = None, None
+    if request.method.spreads:
+        spreads = spread.of_keys(request.k, k_layout, request.keep).to(dtype)
+        power = spread.power(q, q_layout).to(dtype)
     block = torch.empty(q_len, dtype=torch.int64, device=q.device)  # of each query
     block[q_layout.order] = torch.arange(q_len, device=q.device) // mask.q_block
-    query_bytes = 3 * mask.num_k_blocks * dtype.itemsize
+    query_bytes = (3 if spreads is None else 4) * mask.num_k_blocks * dtype.itemsize
     chunk = max(mask.q_block, _SLAB_BYTES // max(1, query_bytes)) if q_len * query_bytes > _SLAB_BYTES else q_len
     total, total_lse = torch.empty_like(q), torch.empty_like(lse)
     for b in range(batch):
@@ -70,6 +75,9 @@ def add(request: Request, mask: BlockMask, out: Tensor, lse: Tensor) -> tuple[Te
             keys, values = k_means[b, of_keys].mT, v_means[b, of_keys]
             for part in (slice(start, min(start + chunk, q_len)) for start in range(0, q_len, chunk)):
                 logits = q[b, slab, part].to(dtype) @ keys * request.scale + weights[b]
+                if spreads is not None and power is not None:
+                    rows = power[b, slab, block[part]].unsqueeze(-1)
+                    logits += spread.gain(rows, spreads[b, of_keys].unsqueeze(1), request.scale).log_()
                 logits = logits.masked_fill_(kept[:, block[part]], -torch.inf)
                 known = lse[b, slab, part].to(dtype)
                 both = torch.logaddexp(known, logits.logsumexp(-1))

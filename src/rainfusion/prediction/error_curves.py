@@ -19,7 +19,7 @@ from torch import Tensor
 from rainfusion.backends.protocol import Request
 from rainfusion.graphs import keep_if_captured
 from rainfusion.layout import TokenLayout
-from rainfusion.prediction import compensation
+from rainfusion.prediction import compensation, spread
 from rainfusion.prediction.pooling import block_means
 from rainfusion.slabs import head_slabs
 
@@ -55,7 +55,9 @@ def curves(request: Request, scores: Tensor) -> Curves:
     squared_norm = q.new_ones((batch, heads), dtype=torch.float32)
     if len(rows) == 0:
         return Curves(squared_error, squared_norm, k_layout.num_protected)
-    means = None
+    means, spreads, power = None, None, None
+    if request.method.compensate and request.method.spreads:
+        spreads, power = spread.of_keys(k, k_layout, keep), spread.power(q, q_layout)
     if request.method.compensate:
         weights = compensation.log_weights(k_layout, keep, bias, batch, k.device)
         means = block_means(k, k_layout, keep), block_means(v, k_layout, keep), weights
@@ -77,6 +79,9 @@ def curves(request: Request, scores: Tensor) -> Curves:
             if means is not None:
                 k_means, v_means, weights = means
                 found = (queries @ k_means[b, of_keys].mT + weights[b] - base).exp()  # [h, R, NK]
+                if spreads is not None and power is not None:
+                    of_rows = power[b, slab].index_select(1, rows).unsqueeze(2)
+                    found = found * spread.gain(of_rows, spreads[b, of_keys].unsqueeze(1), request.scale)
                 stand_in = _Parts(found, found.unsqueeze(-1) * v_means[b, of_keys].unsqueeze(1))
             ranked = scores[b, slab].index_select(1, rows).masked_fill(k_layout.protected, torch.inf)
             order = ranked.argsort(dim=-1, descending=True, stable=True)

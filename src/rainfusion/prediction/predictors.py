@@ -1,7 +1,7 @@
 """Predictors: how much each key block matters to each query block, without computing the attention.
 
-`mean_scores` and `part_mass` are rf_v2's, on means of blocks and of parts of them; `antidiagonal_mass` is ada_bsa's,
-on strided samples of the logits.
+`mean_scores` and `part_mass` are rf_v2's, on means of blocks and of parts of them, and on how far keys are from them;
+`antidiagonal_mass` is ada_bsa's, on strided samples of the logits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,23 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
 
 
 def part_mass(
-    q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, q_parts: int, k_parts: int
+    q_means: Tensor,
+    k_means: Tensor,
+    scale: float,
+    q_live: Tensor,
+    k_live: Tensor,
+    q_parts: int,
+    k_parts: int,
+    spread: Tensor | None = None,
 ) -> Tensor:
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * mean_q[a] . mean_k[b]), in fp32.
 
     A part that stands out counts, where the mean of the whole block would hide it, and each part of the queries counts
     as much as another; -inf where block j has no key left.
     [B, Hq, NQ * q_parts, D], [B, Hk, NK * k_parts, D], live bool [NQ * q_parts], [B, NK * k_parts] -> [B, Hq, NQ, NK]
+
+    With `spread` [B, Hk, NK], about the squared error that the mean of block j leaves in its place:
+    spread[j]^2 * sum over a of (sum over b of softmax_b)^2.
     """
     batch, heads, rows, _ = q_means.shape
     shared = heads // max(1, k_means.shape[1])
@@ -51,7 +61,11 @@ def part_mass(
             logits = _shown((q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale))
             probs = logits.masked_fill_(~k_live[b], -torch.inf).softmax(-1).nan_to_num_(nan=0.0)
             probs = probs.masked_fill_(~q_live[:, None], 0.0)
-            mass[b, h] = probs.unflatten(1, (-1, k_parts)).sum(2).unflatten(0, (-1, q_parts)).sum(1)
+            probs = probs.unflatten(1, (-1, k_parts)).sum(2)
+            if spread is None:
+                mass[b, h] = probs.unflatten(0, (-1, q_parts)).sum(1)
+            else:
+                mass[b, h] = probs.square_().unflatten(0, (-1, q_parts)).sum(1) * spread[b, h // shared].square()
         mass[b].masked_fill_(~k_live[b].unflatten(0, (-1, k_parts)).any(1), -torch.inf)
     return mass
 

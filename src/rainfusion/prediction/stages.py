@@ -10,6 +10,7 @@ from torch import Tensor
 from rainfusion.backends.protocol import Keys, Request
 from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.prediction import budgets as budget_table
+from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import block_means, live_blocks, present
 from rainfusion.prediction.predictors import antidiagonal_mass, mean_scores, part_mass
 from rainfusion.prediction.selection import keep_best, keep_mass
@@ -38,6 +39,8 @@ def _rf_v2_scores(request: Request) -> Tensor:
     q_layout, k_layout, method = request.q_layout, request.k_layout, request.method
     q_parts, k_parts = method.q_parts, method.k_parts
     q_means, k_means = block_means(q, q_layout, None, q_parts), block_means(k, k_layout, keep, k_parts)
+    if method.spreads and q.dtype.itemsize == 2:  # products of means as of tokens
+        q_means, k_means = q_means.to(q.dtype).float(), k_means.to(q.dtype).float()
     q_means = q_means if shard is None else shard.in_place(q_means, q_parts)
     if q_parts == 1:
         live = None if keep is None else live_blocks(k_layout, keep)
@@ -47,7 +50,8 @@ def _rf_v2_scores(request: Request) -> Tensor:
         q_live = shard.in_place(q_live[None, None, :, None].float(), q_parts).flatten() > 0
     k_live = present(k_layout, k_parts, k.device).expand(len(k), -1)
     k_live = k_live if keep is None else live_blocks(k_layout, keep, k_parts)
-    return part_mass(q_means, k_means, request.scale, q_live, k_live, q_parts, k_parts)
+    spreads = spread.of_keys(k, k_layout, keep) if method.spreads else None
+    return part_mass(q_means, k_means, request.scale, q_live, k_live, q_parts, k_parts, spreads)
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:

@@ -92,7 +92,8 @@ def prepare(request: Request) -> Keys:
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(D=head_dim, D_PAD=padded, KEYS=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*k.stride(), *v.stride(), heads, length, blocks)
-    pooled, warps = _pooled_at_once(k, size)
+    spreads = triton.new_spreads(request)
+    pooled, warps = _pooled_at_once(k, size, spreads is not None)
     slices = math.ceil(length / pooled)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,8 +107,9 @@ def prepare(request: Request) -> Keys:
     k_out = new((blocks + spare) * size, head_dim, dtype=torch.int8 if precision == "int8" else torch.float8_e4m3fn)
     v_out = new((blocks + spare) * padded, size, dtype=torch.float8_e4m3fn)
     quantise.statistics_kernel[(batch * heads * slices,)](
-        k, v, layout.order, flags, means, v_means, largest, bounds, *strides, BLOCK=pooled, **sizes, num_warps=warps
-    )
+        k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
+        BLOCK=pooled, **sizes, num_warps=warps,
+    )  # fmt: skip
     quantise.channels_kernel[(batch * heads,)](
         means, largest, bounds, k_mean, v_scale, k_scale, blocks, slices,
         D=head_dim, D_PAD=padded, ROWS=32 * pieces, INT8=precision == "int8", num_warps=4 * pieces,
@@ -123,14 +125,20 @@ def prepare(request: Request) -> Keys:
             means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
             FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
         )  # fmt: skip
-    if parts > 1:
-        means = triton.block_means(k, layout, keep, parts)
-    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean))
+    dtype = triton.means_dtype(request)
+    means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
+    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
 
 
-def _pooled_at_once(k: Tensor, size: int) -> tuple[int, int]:
-    """How many tokens a program of the first pass has, and its warps: what registers hold."""
-    return (_BLOCK, triton.row_warps(k)) if size == _BLOCK else (64, 2 * triton.row_warps(k))
+def _pooled_at_once(k: Tensor, size: int, spreads: bool) -> tuple[int, int]:
+    """How many tokens a program of the first pass has, and its warps: what registers hold.
+
+    All keys are held for how far they are from their mean, which is known last.
+    """
+    warps = triton.row_warps(k)
+    if size == _BLOCK:
+        return _BLOCK, 4 * warps if spreads else warps
+    return 64, 2 * warps
 
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +162,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
-        triton.stand_in_bias(mask, keys), k_scale, v_scale, k_mean,
+        triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
         *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E,
         mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, request.gqa_ratio, q_len, keys.length,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,

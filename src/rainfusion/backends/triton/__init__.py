@@ -26,7 +26,7 @@ from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.calls import Call, Shapes
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import budgets as budget_table
-from rainfusion.prediction import compensation
+from rainfusion.prediction import compensation, spread
 from rainfusion.prediction.pooling import live_blocks
 from rainfusion.prediction.predictors import live_groups
 from rainfusion.slabs import even_slabs
@@ -96,7 +96,8 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     parts, stand_ins = pooled_parts(request), request.method.compensate
     bias = None if keep is None else key_bias(layout, keep, request.bias)
     if layout.is_identity and keep is None and not (copy or stand_ins):
-        return Keys(k, v, block_means(k, layout, parts=parts) if parts else None, bias, k.shape[2])
+        means = block_means(k, layout, parts=parts, dtype=means_dtype(request)) if parts else None
+        return Keys(k, v, means, bias, k.shape[2], spreads=key_spreads(request) if parts else None)
 
     from rainfusion.backends.triton.kernels import blocks
 
@@ -105,16 +106,18 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
-    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=torch.float32) if parts == 1 else None
+    dtype = means_dtype(request)
+    means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=dtype) if parts == 1 else None
+    spreads = new_spreads(request)
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
-        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, *k.stride(), *v.stride(),
-        heads, length, layout.num_blocks, spare,
+        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads, *k.stride(),
+        *v.stride(), heads, length, layout.num_blocks, spare,
         D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
         HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins, num_warps=2 * row_warps(k),
     )  # fmt: skip
     if parts > 1:
-        means = block_means(k, layout, keep, parts)
-    return Keys(k_out, v_out, means, bias, length, weights)
+        means = block_means(k, layout, keep, parts, dtype)
+    return Keys(k_out, v_out, means, bias, length, weights, spreads=spreads)
 
 
 def pooled_parts(request: Request) -> int:
@@ -122,33 +125,65 @@ def pooled_parts(request: Request) -> int:
     return request.method.k_parts if request.predicts and request.method.strategy == "rf_v2" else 0
 
 
-def block_means(x: Tensor, layout: TokenLayout, keep: Tensor | None = None, parts: int = 1) -> Tensor:
+def means_dtype(request: Request) -> torch.dtype:
+    """With predictor="spread" products of means are as those of tokens, on twice as many parts and more."""
+    narrow = request.method.spreads and request.q.dtype.itemsize == 2
+    return request.q.dtype if narrow else torch.float32
+
+
+def block_means(
+    x: Tensor, layout: TokenLayout, keep: Tensor | None = None, parts: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """`pooling.block_means` in one read of x."""
+    batch, heads, _, head_dim = x.shape
+    means = x.new_empty((batch, heads, layout.num_blocks * parts, head_dim), dtype=dtype)
+    _pool(x, layout, keep, layout.block_size // parts, means, None)
+    return means
+
+
+def new_spreads(request: Request) -> Tensor | None:
+    """Room for `spread.of_keys`, if it is asked for."""
+    k = request.k
+    shape = (*k.shape[:2], request.k_layout.num_blocks)
+    return k.new_empty(shape, dtype=torch.float32) if request.method.spreads else None
+
+
+def key_spreads(request: Request) -> Tensor | None:
+    """`spread.of_keys` in one read of k, if it is asked for."""
+    spreads, layout = new_spreads(request), request.k_layout
+    if spreads is not None:
+        _pool(request.k, layout, request.keep, layout.block_size, None, spreads)
+    return spreads
+
+
+def _pool(
+    x: Tensor, layout: TokenLayout, keep: Tensor | None, size: int, means: Tensor | None, spreads: Tensor | None
+) -> None:
     from rainfusion.backends.triton.kernels import blocks
 
     batch, heads, length, head_dim = x.shape
-    number = layout.num_blocks * parts
-    means = x.new_empty((batch, heads, number, head_dim), dtype=torch.float32)
+    number = layout.num_blocks * (layout.block_size // size)
     blocks.pool_kernel[(batch * heads * number,)](
-        x, layout.order, None if keep is None else as_bytes(keep), means, *x.stride(), heads, length, number,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size // parts, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, num_warps=row_warps(x),
+        x, layout.order, None if keep is None else as_bytes(keep), means, spreads, *x.stride(), heads, length, number,
+        D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None,
+        num_warps=min(max(1, size // 8), row_warps(x) * (1 if spreads is None else 2)),
     )  # fmt: skip
-    return means
 
 
 class _Means(NamedTuple):
     """What rf_v2's scores are found from."""
 
-    q: Tensor  # fp32 [B, H, NQ * q_parts, D]
-    k: Tensor  # fp32 [B, Hk, NK * k_parts, D]
+    q: Tensor  # [B, H, NQ * q_parts, D], of `means_dtype`
+    k: Tensor  # [B, Hk, NK * k_parts, D]
     live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
+    spreads: Tensor | None  # fp32 [B, Hk, NK], with predictor="spread"
 
     def of(self, b: int, heads: slice, gqa_ratio: int) -> _Means:
         """Some heads of a batch element."""
         k_heads = slice(heads.start // gqa_ratio, heads.stop // gqa_ratio)
         live = None if self.live is None else self.live[b : b + 1]
-        return _Means(self.q[b : b + 1, heads], self.k[b : b + 1, k_heads], live)
+        spreads = None if self.spreads is None else self.spreads[b : b + 1, k_heads]
+        return _Means(self.q[b : b + 1, heads], self.k[b : b + 1, k_heads], live, spreads)
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:
@@ -184,13 +219,15 @@ def scores(request: Request, keys: Keys | None) -> Tensor:
 
 
 def _means(request: Request, keys: Keys | None) -> _Means:
-    method, keep = request.method, request.keep
-    q_means = block_means(request.q, request.q_layout, parts=method.q_parts)
-    k_means = None if keys is None else keys.means
+    method, keep, dtype = request.method, request.keep, means_dtype(request)
+    q_means = block_means(request.q, request.q_layout, None, method.q_parts, dtype)
+    k_means, spreads = (None, None) if keys is None else (keys.means, keys.spreads)
     if k_means is None:
-        k_means = block_means(request.k, request.k_layout, keep, method.k_parts)
+        k_means = block_means(request.k, request.k_layout, keep, method.k_parts, dtype)
+    if spreads is None:
+        spreads = key_spreads(request)
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
-    return _Means(q_means, k_means, live)
+    return _Means(q_means, k_means, live, spreads)
 
 
 def _rf_v2_scores(request: Request, means: _Means) -> Tensor:
@@ -221,11 +258,11 @@ def _part_mass(request: Request, means: _Means) -> Tensor:
     parts, k_parts = request.method.q_parts, request.method.k_parts
     batch, heads, _, head_dim = means.q.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
-    mass = means.q.new_empty((batch, heads, rows, columns))
+    mass = means.q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     live = None if means.live is None else as_bytes(means.live)
-    tile = tuning.part_tile(_capability(means.q), _padded(head_dim))
+    tile = tuning.part_tile(_capability(means.q), _padded(head_dim), means.q.dtype.itemsize)
     ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
-        means.q, means.k, live, mass, request.scale * LOG2E, heads, request.gqa_ratio, rows, columns,
+        means.q, means.k, live, means.spreads, mass, request.scale * LOG2E, heads, request.gqa_ratio, rows, columns,
         math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
         math.ceil(k_layout.seq_len / (k_layout.block_size // k_parts)),
         D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
@@ -338,7 +375,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     batch, heads, q_len, head_dim = q.shape
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
-    rows, stand_ins = row_schedule(request, mask), stand_in_bias(mask, keys)
+    rows, stand_ins = row_schedule(request, mask), stand_in_bias(request, mask, keys)
     tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize, stand_ins is not None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
     queries = min(tile.queries, block)
@@ -379,20 +416,22 @@ def stand_in_blocks(weights: Tensor | None, block_size: int) -> int:
     return 0 if weights is None else weights.shape[1] // block_size
 
 
-def stand_in_bias(mask: BlockMask, keys: Keys) -> Tensor | None:
+def stand_in_bias(request: Request, mask: BlockMask, keys: Keys) -> Tensor | None:
     """What the means that stand in for blocks count in each row, see `stand_ins_kernel`; None if there are none."""
     from rainfusion.backends.triton.kernels.compensation import stand_ins_kernel
 
     if keys.weights is None:
         return None
-    weights = keys.weights
+    q, layout, weights = request.q, request.q_layout, keys.weights
     batch, heads, rows, columns = mask.indices.shape
     width = weights.shape[1]
     bias = weights.new_empty((batch, heads, rows, width + mask.q_block))
     stand_ins_kernel[(batch * heads * rows,)](
-        mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, bias,
-        weights.stride(0) if len(weights) > 1 else 0, heads, rows, columns, width, keys.length,
-        BLOCK=mask.q_block, KEYS=mask.k_block, BN=min(1024, _power_of_two(width)), num_warps=4,
+        mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, keys.spreads, q, layout.order, bias,
+        *q.stride(), weights.stride(0) if len(weights) > 1 else 0, spread.GAIN * request.scale**2, heads,
+        request.gqa_ratio, rows, columns, width, q.shape[2], keys.length,
+        D=q.shape[3], D_PAD=_padded(q.shape[3]), BLOCK=mask.q_block, KEYS=mask.k_block,
+        BN=min(1024, _power_of_two(width)), EVERY=spread.EVERY, HAS_ORDER=not layout.is_identity, num_warps=4,
     )  # fmt: skip
     return bias
 

@@ -7,18 +7,19 @@ softmax does not see, but it would take most of the range of eight bits.
 import triton
 import triton.language as tl
 
-from rainfusion.backends.triton.kernels.blocks import tokens_at
+from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 
 
 @triton.jit
 def statistics_kernel(
-    k, v, order, keep, k_means, v_means, v_largest, k_bounds,
+    k, v, order, keep, k_means, v_means, v_largest, k_bounds, spreads,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
     HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [B, H, N, D]: the mean of the keys in each block of KEYS, and of its values if asked for.
+    """fp32 [B, H, N, D]: the mean of the keys in each block of KEYS, and if asked for of its values.
 
+    If asked for how far its keys are from their mean, spreads fp32 [B, H, N].
     For each slice of BLOCK tokens, a block or several: the largest magnitude of v's channels, v_largest fp32
     [B, H, slices, D]; and if asked for the least and the greatest finite number of k's, k_bounds [B, H, slices, 2, D].
     """
@@ -37,17 +38,26 @@ def statistics_kernel(
     b_k = tl.load(p_k, mask=m_x, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
     if PIECES == 1:
-        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
-        tl.store(k_means + pid * D + o_d, tl.sum(b_k, 0) / number.to(tl.float32), mask=m_d)
+        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
+        b_mean = tl.sum(b_k, 0) / number
+        tl.store(k_means + pid * D + o_d, b_mean, mask=m_d)
         if v_means is not None:
-            tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number.to(tl.float32), mask=m_d)
+            tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
+        if spreads is not None:
+            tl.store(spreads + pid, block_spread(b_k, b_mean, m_x, number))
     else:
         b_number = tl.sum(tl.reshape(m_row.to(tl.int32), [PIECES, KEYS]), 1)
         b_number = tl.maximum(b_number, 1).to(tl.float32)[:, None]
         o_block = part * PIECES + tl.arange(0, PIECES)
         o_mean = (bh * N + o_block)[:, None] * D + o_d[None, :]
         m_mean = (o_block < N)[:, None] & m_d[None, :]
-        tl.store(k_means + o_mean, tl.sum(tl.reshape(b_k, [PIECES, KEYS, D_PAD]), 1) / b_number, mask=m_mean)
+        b_pieces = tl.reshape(b_k, [PIECES, KEYS, D_PAD])
+        b_means = tl.sum(b_pieces, 1) / b_number
+        tl.store(k_means + o_mean, b_means, mask=m_mean)
+        if spreads is not None:
+            b_apart = tl.where(tl.reshape(m_x, [PIECES, KEYS, D_PAD]), b_pieces - b_means[:, None, :], 0.0)
+            b_spread = tl.sum(tl.sum(b_apart * b_apart, 2), 1)[:, None] / b_number
+            tl.store(spreads + (bh * N + o_block)[:, None], b_spread, mask=(o_block < N)[:, None])
         if v_means is not None:
             tl.store(v_means + o_mean, tl.sum(tl.reshape(b_v, [PIECES, KEYS, D_PAD]), 1) / b_number, mask=m_mean)
     if k_bounds is not None:

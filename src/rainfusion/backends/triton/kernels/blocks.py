@@ -1,4 +1,7 @@
-"""The passes over tokens before attention: gather tokens into blocks, in order, with their means on the way."""
+"""The passes over tokens before attention: gather tokens into blocks, in order, with their means on the way.
+
+And how far they are from their mean, see `prediction.spread`.
+"""
 
 import triton
 import triton.language as tl
@@ -17,12 +20,22 @@ def tokens_at(o_pos, order, keep, b, S, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.co
 
 
 @triton.jit
+def block_spread(b_x, b_mean, m_x, number):
+    """Mean of |x - mean|^2 over the tokens of a block: b_x [BLOCK, D_PAD], b_mean [D_PAD]."""
+    b_apart = tl.where(m_x, b_x - b_mean[None, :], 0.0)
+    return tl.sum(tl.sum(b_apart * b_apart, 1), 0) / number
+
+
+@triton.jit
 def pool_kernel(
-    x, order, keep, means,
+    x, order, keep, means, spreads,
     stride_b, stride_h, stride_s, stride_d, H, S, N,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """means[b, h, n] = mean of the kept tokens of block n: x [B, H, S, D] -> fp32 [B, H, N, D]."""
+    """Of the kept tokens of block n of x [B, H, S, D]: means[b, h, n] [B, H, N, D], spreads[b, h, n] fp32 [B, H, N].
+
+    Either may be None.
+    """
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
@@ -30,19 +43,24 @@ def pool_kernel(
     o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     p_x = x + b * stride_b + h * stride_h + o_token[:, None] * stride_s + o_d[None, :] * stride_d
-    b_x = tl.load(p_x, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
-    number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1)
-    tl.store(means + pid * D + o_d, tl.sum(b_x, 0) / number.to(tl.float32), mask=o_d < D)
+    m_x = m_row[:, None] & (o_d < D)[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
+    number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
+    b_mean = tl.sum(b_x, 0) / number
+    if means is not None:
+        tl.store(means + pid * D + o_d, b_mean.to(means.dtype.element_ty), mask=o_d < D)
+    if spreads is not None:
+        tl.store(spreads + pid, block_spread(b_x, b_mean, m_x, number))
 
 
 @triton.jit
 def gather_kernel(
-    k, v, order, keep, k_out, v_out, means,
+    k, v, order, keep, k_out, v_out, means, spreads,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N, SPARE,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
     POOL: tl.constexpr, STAND_INS: tl.constexpr,
 ):  # fmt: skip
-    """k, v [B, H, S, D] -> [B, H, (N + SPARE) * BLOCK, D] in block order, and k's block means.
+    """k, v [B, H, S, D] -> [B, H, (N + SPARE) * BLOCK, D] in block order, and k's block means; and spreads.
 
     Rows past the end, and keys that were removed, are zero. STAND_INS: the means of block j are also row
     N * BLOCK + j, a key and a value like others; SPARE blocks hold them.
@@ -64,11 +82,13 @@ def gather_kernel(
     b_v = tl.load(p_v, mask=m_x, other=0.0)
     tl.store(k_out + o_out, b_k, mask=m_d)
     tl.store(v_out + o_out, b_v, mask=m_d)
-    if POOL or STAND_INS:
+    if POOL or STAND_INS or spreads is not None:
         number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
         b_mean = tl.sum(b_k.to(tl.float32), 0) / number
         if POOL:
-            tl.store(means + pid * D + o_d, b_mean, mask=o_d < D)
+            tl.store(means + pid * D + o_d, b_mean.to(means.dtype.element_ty), mask=o_d < D)
+        if spreads is not None:
+            tl.store(spreads + pid, block_spread(b_k.to(tl.float32), b_mean, m_x, number))
         if STAND_INS:
             o_mean = (base + N * BLOCK + block) * D + o_d
             b_value = tl.sum(b_v.to(tl.float32), 0) / number

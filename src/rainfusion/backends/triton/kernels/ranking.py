@@ -72,15 +72,19 @@ def _rows_of_blocks(BM: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARES: tl.constexpr):
     """Probabilities summed over ROWS x COLUMNS of a block pair: [BM, BN] -> [BM // ROWS, BN // COLUMNS].
 
-    Rows in the order of `_rows_of_blocks`, 2 to 16 to a block.
+    Rows in the order of `_rows_of_blocks`, 2 to 16 to a block. SQUARES: over rows, of what was summed over columns.
     """
     NEAR: tl.constexpr = ROWS // 2
     b_p = tl.math.exp2(b_s - b_base[:, None]) * b_norm[:, None]
     b_p = tl.reshape(b_p, [b_s.shape[0] // 16, 2, 8 // NEAR, NEAR, b_s.shape[1] // COLUMNS, COLUMNS])
-    b_p = tl.sum(tl.sum(tl.sum(b_p, 1), 4), 2)
+    if SQUARES:
+        b_p = tl.sum(b_p, 5)
+        b_p = tl.sum(tl.sum(b_p * b_p, 1), 2)
+    else:
+        b_p = tl.sum(tl.sum(tl.sum(b_p, 1), 4), 2)
     return tl.reshape(b_p, [b_s.shape[0] // ROWS, b_s.shape[1] // COLUMNS])
 
 
@@ -107,17 +111,19 @@ def _part_logits(
 
 @triton.jit
 def part_mass_kernel(
-    q_means, k_means, live, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
+    q_means, k_means, live, spreads, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
+    With spreads fp32 [B, Hk, NK]: spreads[j]^2 * sum over a of (sum over b of softmax_b)^2.
     One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    means fp32 [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
+    means [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
     padding; live uint8 [B, NK * K_PARTS]: parts with a key left, or None -> fp32 [B, H, NQ, NK].
     """
     HAS_LIVE: tl.constexpr = live is not None
+    SQUARES: tl.constexpr = spreads is not None
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * PARTS, BM)
     bh, tile = pid // tiles_m, pid % tiles_m
@@ -126,7 +132,8 @@ def part_mass_kernel(
     o_d = tl.arange(0, D_PAD)
     p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
-    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * K_PARTS * D
+    k_bh = b * (H // SHARED) + h // SHARED
+    p_k = k_means + k_bh * NK * K_PARTS * D
     p_live = live
     whole = parts_k // BN * BN  # tiles before it have keys in every part
     if HAS_LIVE:
@@ -150,7 +157,11 @@ def part_mass_kernel(
             o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
             p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
             m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
-            tl.store(p_out, _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS), mask=m_out)
+            b_mass = _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS, SQUARES)
+            if SQUARES:
+                b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
+                b_mass = b_mass * (b_spread * b_spread)[None, :]
+            tl.store(p_out, b_mass, mask=m_out)
 
 
 @triton.jit
@@ -228,7 +239,7 @@ def group_mass_kernel(
                 p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS,
                 scale_log2, D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
-            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS)
+            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS, False)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
         tl.store(p_out, b_sum, mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])

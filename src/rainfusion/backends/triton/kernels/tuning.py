@@ -69,8 +69,12 @@ def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -
     return Tile(64, 64, 4, 2)
 
 
-def part_tile(capability: tuple[int, int] | str, head_dim: int) -> Tile:
-    """For the mass between part means, in fp32: parts of queries and of keys."""
+def part_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
+    """For the mass between part means: parts of queries and of keys."""
+    if itemsize == 2:
+        if head_dim > 128:
+            return Tile(64, 32, 4, 1)
+        return Tile(128, 64, 8, 3) if _roomy(capability) else Tile(64, 64, 4, 2)
     if _roomy(capability):
         return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 4, 2)
     if capability == "hip":
