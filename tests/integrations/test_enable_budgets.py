@@ -127,7 +127,9 @@ def test_wrong_budgets(kwargs, error, message):
 
 
 def test_calibrate_takes_the_options_of_enable():
-    with pytest.raises(TypeError, match="options of enable but profile and target_error, got profile, sparseness"):
+    with pytest.raises(
+        TypeError, match="options of enable but profile, quality, schedule and target_error, got profile, sparseness"
+    ):
         rainfusion.calibrate(wide_wan()[0], lambda: None, sparseness=0.5, profile="x")
     with pytest.raises(ValueError, match="sparse_type must be 'rf_v2'"):
         rainfusion.calibrate(wide_wan()[0], lambda: None, sparse_type="ada_bsa")
