@@ -10,11 +10,11 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, Literal, NamedTuple
 
-from rainfusion import checks
+from rainfusion import checks, qualities
 from rainfusion.backends import NAMES as BACKEND_NAMES
 from rainfusion.options import OPTION_NAMES, Method, MethodOptions
 from rainfusion.profiles import Profile
-from rainfusion.qualities import QUALITIES, QualityName, checked_quality
+from rainfusion.qualities import QualityName
 from rainfusion.schedules import Schedule, ScheduleSource
 
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
@@ -82,7 +82,7 @@ class Settings:
         chosen = changed(method, changes or {})
         shape, first_steps = Schedule.of(schedule), steps("start_step", start_step)
         if quality is not None:
-            word = checked_quality(quality, chosen, profile)
+            word = qualities.checked_quality(quality, chosen, profile)
             shape = Schedule.of(word.schedule) if shape.is_auto else shape
             first_steps = first_steps or word.dense_start
         other = None
@@ -131,7 +131,7 @@ class Settings:
         if self.profile is not None:
             method = replace(self.method, sparsity=self.profile.of(layer))
         elif self.quality is not None:
-            method = replace(self.method, sparsity=QUALITIES[self.quality].sparsity(frames))
+            method = replace(self.method, sparsity=qualities.QUALITIES[self.quality].sparsity(frames))
         else:
             method = self.method.for_frames(frames)
         if stage is None or (self.schedule.is_auto and frames == 1):

@@ -16,6 +16,7 @@ private_names  the one place that touches ComfyUI's names
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from rainfusion.integrations.comfyui.session import Session
 from rainfusion.integrations.settings import OnUnsupported, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
 from rainfusion.options import Method, Precision
-from rainfusion.qualities import QUALITIES, QualityName
+from rainfusion.qualities import QualityName
 from rainfusion.schedules import ScheduleSource
 
 __all__ = ["FOLDER", "METHODS", "SCHEDULES", "apply", "register_model", "remove", "report", "stats"]
@@ -100,13 +101,11 @@ def apply(
         backend=backend,
         quality=quality,
     )
-    if quality is not None and not dense_start:
-        dense_start = QUALITIES[quality].dense_start
     session = Session(
         transformer,
         row,
-        settings,
-        checks.fraction("dense_start", dense_start, zero=True),
+        replace(settings, start_step=0),  # a word's dense steps are a share of the schedule here
+        checks.fraction("dense_start", dense_start, zero=True) or settings.start_step,
         checks.fraction("dense_end", dense_end, zero=True),
     )
     clone = model.clone()
