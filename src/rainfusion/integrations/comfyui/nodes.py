@@ -114,7 +114,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                     default=_CUSTOM,
                     optional=True,
                     tooltip="A word instead of sparsity, which is not read then. high: nearer to the original picture. "
-                    "balanced: 0.8 for video and 0.6 for images. fast: the most speed. custom: sparsity decides.",
+                    "balanced: 0.8 for video and 0.6 for images. fast: faster. custom: sparsity decides.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse attention; the one that came in stays as it is.")],
