@@ -336,7 +336,7 @@ def test_the_page_on_quality_says_what_the_words_mean():
     page = DOCS["quality.md"]
     table = page[page.index("## What the words mean") : page.index("## Natural video")]
     rows = re.findall(r'^\| `"(\w+)"` \| (\S+) \| (\S+) \| `"(\w+)"` \| (\S+) \|$', table, re.MULTILINE)
-    found = {word: Quality(float(video), float(image), shape, float(start)) for word, video, image, shape, start in rows}
+    found = {word: Quality(float(video), float(image), name, float(dense)) for word, video, image, name, dense in rows}
     assert found == QUALITIES
     for word in ("high", "balanced", "fast"):
         assert f'`"{word}"` ({QUALITIES[word].video}' in rainfusion.enable.__doc__
