@@ -292,7 +292,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The points of a method in a precision, the fastest first."""
+    """The points of a method in a precision, in the order of their density."""
 
     curve: Curve
     precision: str
@@ -337,7 +337,7 @@ def join(times: Times, results: Comparison, curves: Sequence[Curve] = CURVES) ->
             if missing:
                 remarks.append(f"{curve.name} in {precision} at {_list(missing)}: timed, but without samples")
             if points:
-                lines.append(Line(curve, precision, sorted(points, key=lambda point: point.time.ms), is_own))
+                lines.append(Line(curve, precision, sorted(points, key=lambda point: point.time.density), is_own))
     targets = {time.target for time in times.rows if time.target is not None}
     names = dict.fromkeys(key[0] for key in rows if key not in used and key[2] in targets)
     if names:
@@ -427,7 +427,7 @@ def _draw(axis: Any, lines: Sequence[Line], metric: str, looks: dict[str, Any], 
                 axis.annotate(f"{point.time.target:.0%}", (place, mean), **words)
         ends.append((places[-1], means[-1], line.curve, look["color"]))
     fastest = min(point.time.ms for line in lines for point in line.points)
-    slowest = max(end[0] for end in ends)
+    slowest = max(point.time.ms for line in lines for point in line.points)
     last = slowest
     if dense is not None:
         fastest, last = min(fastest, dense.ms), max(last, dense.ms)

@@ -80,7 +80,7 @@ def test_times_and_samples_meet_at_the_same_method_and_density(frontier):
     )
     lines, remarks = frontier.join(made_up_times(frontier), results)
     assert drawn(lines) == {
-        (BEST, "native"): [(40.0, 22.0), (60.0, 24.0)],  # the fastest first
+        (BEST, "native"): [(40.0, 22.0), (60.0, 24.0)],  # in the order of density
         (PUBLISHED, "native"): [(61.0, 17.0)],
         (BEST, "fp8"): [(pytest.approx(28.0), 22.0), (pytest.approx(42.0), 24.0)],
         (PUBLISHED, "fp8"): [(pytest.approx(42.7), 17.0)],

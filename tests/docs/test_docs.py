@@ -340,6 +340,8 @@ def test_the_page_on_quality_says_what_the_words_mean():
     assert found == QUALITIES
     for word in ("high", "balanced", "fast"):
         assert f'`"{word}"` ({QUALITIES[word].video}' in rainfusion.enable.__doc__
+    words = '"high")  # {0.video} of the blocks are skipped for video, {0.image} for images'
+    assert words.format(QUALITIES["high"]) in DOCS["diffusers.md"]
 
 
 def anchors(page):

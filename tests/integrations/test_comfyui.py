@@ -16,7 +16,7 @@ from helpers import stand_in_comfyui as comfy
 from rainfusion.integrations import comfyui
 from rainfusion.integrations.comfyui import models, private_names
 from rainfusion.integrations.scenes import NoGrid, Scene
-from rainfusion.qualities import Quality
+from rainfusion.qualities import QUALITIES, Quality
 
 GRID = (3, 16, 16)
 TOKENS = 768
@@ -195,7 +195,7 @@ def test_the_start_and_the_end_of_the_schedule_stay_dense(x, text):
 
 
 def test_a_word_instead_of_a_sparsity(x, text):
-    runs = [dict(quality="fast"), dict(sparsity=0.9), dict(quality="balanced"), dict()]
+    runs = [dict(quality="fast"), dict(sparsity=QUALITIES["fast"].video), dict(quality="balanced"), dict()]
     fast, same, balanced, plain = (comfyui.apply(model(), min_tokens=0, **run).sample(x, text) for run in runs)
     assert equal(fast, same) and equal(balanced, plain) and not equal(fast, plain)
     with pytest.raises(ValueError, match="quality and sparsity both say how much to skip"):

@@ -204,11 +204,14 @@ def test_the_handle_knows_the_word():
 def test_other_options_go_with_a_word():
     options = dict(predictor="mean", block_size=(128, 64), first_frame="keys", token_order="raster")
     found = Settings.check(None, options, quality="fast", schedule=[3, 1], start_step=2, skip_layers="0")
-    plain = Settings.check(None, {**options, "sparsity": 0.9}, schedule=[3, 1], start_step=2, skip_layers="0")
+    sparsity = QUALITIES["fast"].video
+    plain = Settings.check(None, {**options, "sparsity": sparsity}, schedule=[3, 1], start_step=2, skip_layers="0")
     assert found.method_for("", 21) == plain.method_for("", 21)
     assert (found.schedule, found.start_step, found.skip_layers) == (plain.schedule, 2, plain.skip_layers)
     method = rainfusion.Method.recommended(precision="int8", sparse_type="ada_bsa")
-    assert Settings.check(method, quality="high").method_for("", 21) == replace(method, sparsity=0.7)
+    assert Settings.check(method, quality="high").method_for("", 21) == replace(
+        method, sparsity=QUALITIES["high"].video
+    )
 
 
 def test_a_word_may_have_a_schedule_and_dense_steps(monkeypatch):
@@ -245,7 +248,7 @@ def test_a_word_is_the_only_budget(kwargs, message):
 def test_a_word_in_a_pipeline():
     pipe = offline_pipelines.wan_two_experts()
     stats = []
-    for budget in (dict(quality="fast"), dict(sparsity=0.9)):
+    for budget in (dict(quality="fast"), dict(sparsity=QUALITIES["fast"].video)):
         with rainfusion.enabled(pipe, min_tokens=0, **budget) as handle:
             pipe("a cat", num_inference_steps=4, height=256, width=384, num_frames=9, output_type="latent")
         stats.append(handle.stats())

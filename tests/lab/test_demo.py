@@ -8,6 +8,7 @@ from PIL import Image
 
 from rainfusion import cli
 from rainfusion.lab import demo
+from rainfusion.qualities import QUALITIES
 
 PNG = b"\x89PNG"
 QUICK_DEMO = ("demo", "--quick", "--device", "cpu")
@@ -56,7 +57,7 @@ def test_demo_takes_a_prompt_and_dense_steps(capsys, tmp_path):
 
 
 def test_demo_takes_a_word_instead_of_a_sparsity(capsys, tmp_path):
-    for frames, sparsity in ((2, 0.9), (1, 0.7)):
+    for frames, sparsity in ((2, QUALITIES["fast"].video), (1, QUALITIES["fast"].image)):
         _, out, _ = run(capsys, *QUICK_DEMO, "--out", str(tmp_path), "--frames", str(frames), "--quality", "fast")
         assert f"sparse at {sparsity} " in out
 

@@ -11,7 +11,7 @@ import rainfusion
 from rainfusion.lab import data, model, pictures, sampling, training, weights
 from rainfusion.lab.model import Config, DiT
 from rainfusion.lab.training import Batch, Recipe, Trainer
-from rainfusion.qualities import Quality
+from rainfusion.qualities import QUALITIES, Quality
 
 pytest.importorskip("safetensors")
 
@@ -251,7 +251,7 @@ def test_the_sparse_attention_is_the_library_s_own():
 
 def test_a_word_instead_of_a_sparsity(monkeypatch):
     q = torch.randn(1, 2, 16 + 5 * 16 * 16, 64)
-    for grid, sparsity in (((5, 16, 16), 0.9), ((1, 40, 32), 0.7)):
+    for grid, sparsity in (((5, 16, 16), QUALITIES["fast"].video), ((1, 40, 32), QUALITIES["fast"].image)):
         place = model.Place(0, 1, grid, 16, 4)
         assert torch.equal(model.sparse(quality="fast")(q, q, q, place), model.sparse(sparsity)(q, q, q, place))
     others = dict(sparsity=0.5), dict(target_error=0.1), dict(profile=rainfusion.Profile({"0": (0.5, 0.5)}, 0.5, {}))

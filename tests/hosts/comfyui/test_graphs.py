@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rainfusion.integrations import comfyui
+from rainfusion.qualities import QUALITIES
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ("wan", "flux", "qwen", "hunyuan", "z_image")
@@ -111,8 +112,9 @@ def test_a_word_decides_and_custom_leaves_it_to_the_slider(graphs):
     def blocks(**inputs):
         return graphs.run(graph("wan", "word", inputs))["5"]["text"][0].splitlines()[0]
 
-    assert blocks(quality="fast", sparsity=0.3) == blocks(sparsity=0.9)
-    assert blocks(quality="custom", sparsity=0.3) == blocks(sparsity=0.3) != blocks(sparsity=0.9)
+    sparsity = QUALITIES["fast"].video
+    assert blocks(quality="fast", sparsity=0.3) == blocks(sparsity=sparsity)
+    assert blocks(quality="custom", sparsity=0.3) == blocks(sparsity=0.3) != blocks(sparsity=sparsity)
 
 
 def test_reasons_are_counted(graphs):
