@@ -21,6 +21,7 @@ from rainfusion import cli
 from rainfusion.integrations import comfyui, mindiesd
 from rainfusion.integrations.diffusers import models
 from rainfusion.lab import comparison
+from rainfusion.qualities import QUALITIES, Quality
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -329,6 +330,18 @@ def test_the_page_on_quality_says_what_was_measured():
     for row in rows:
         mean, error = comparison.mean_and_error(row.psnr)
         assert f"{mean:.2f} ± {error:.2f}" in page, row.method
+
+
+def test_the_page_on_quality_says_what_the_words_mean():
+    page = DOCS["quality.md"]
+    table = page[page.index("## What the words mean") : page.index("## Natural video")]
+    rows = re.findall(r'^\| `"(\w+)"` \| (\S+) \| (\S+) \| `"(\w+)"` \| (\S+) \|$', table, re.MULTILINE)
+    found = {word: Quality(float(video), float(image), name, float(dense)) for word, video, image, name, dense in rows}
+    assert found == QUALITIES
+    for word in ("high", "balanced", "fast"):
+        assert f'`"{word}"` ({QUALITIES[word].video}' in rainfusion.enable.__doc__
+    words = '"high")  # {0.video} of the blocks are skipped for video, {0.image} for images'
+    assert words.format(QUALITIES["high"]) in DOCS["diffusers.md"]
 
 
 def anchors(page):

@@ -16,6 +16,7 @@ from helpers import stand_in_comfyui as comfy
 from rainfusion.integrations import comfyui
 from rainfusion.integrations.comfyui import models, private_names
 from rainfusion.integrations.scenes import NoGrid, Scene
+from rainfusion.qualities import QUALITIES, Quality
 
 GRID = (3, 16, 16)
 TOKENS = 768
@@ -191,6 +192,23 @@ def test_the_start_and_the_end_of_the_schedule_stay_dense(x, text):
         "the end of the schedule is dense (dense_end)": 4,
     }
     assert stats.sparse_calls == 6
+
+
+def test_a_word_instead_of_a_sparsity(x, text):
+    runs = [dict(quality="fast"), dict(sparsity=QUALITIES["fast"].video), dict(quality="balanced"), dict()]
+    fast, same, balanced, plain = (comfyui.apply(model(), min_tokens=0, **run).sample(x, text) for run in runs)
+    assert equal(fast, same) and equal(balanced, plain) and not equal(fast, plain)
+    with pytest.raises(ValueError, match="quality and sparsity both say how much to skip"):
+        comfyui.apply(model(), quality="fast", sparsity=0.5)
+
+
+def test_a_word_may_have_a_dense_start(x, text, monkeypatch):
+    monkeypatch.setattr("rainfusion.qualities.QUALITIES", {"calm": Quality(0.5, 0.4, "falling", 0.3)})
+    for own, dense in ((0.0, 4), (0.1, 2)):
+        fast = comfyui.apply(model(), quality="calm", dense_start=own, min_tokens=0)
+        fast.sample(x, text, (1.0, 0.8, 0.6, 0.4))
+        assert comfyui.stats(fast).reasons == {"the start of the schedule is dense (dense_start)": dense}
+        assert comfyui.stats(fast).sparse_calls == 8 - dense
 
 
 def test_the_schedule_is_known_to_a_model_that_no_run_began_with(x, text):

@@ -1,4 +1,6 @@
-"""Budgets: sparsity by task, profiles and their calibration, errors to allow."""
+"""Budgets: sparsity by task and by a word, profiles and their calibration, errors to allow."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +8,10 @@ import torch
 import rainfusion
 from helpers import offline_pipelines, tiny_models
 from helpers.enabling import forward, snapshot, wide_wan
+from rainfusion.integrations.settings import Settings
+from rainfusion.options import IMAGE_SPARSITY, VIDEO_SPARSITY
+from rainfusion.qualities import QUALITIES, Quality
+from rainfusion.schedules import Schedule
 
 
 def test_a_profile_is_made_saved_and_used(tmp_path):
@@ -127,7 +133,9 @@ def test_wrong_budgets(kwargs, error, message):
 
 
 def test_calibrate_takes_the_options_of_enable():
-    with pytest.raises(TypeError, match="options of enable but profile and target_error, got profile, sparseness"):
+    with pytest.raises(
+        TypeError, match="options of enable but profile, quality, schedule and target_error, got profile, sparseness"
+    ):
         rainfusion.calibrate(wide_wan()[0], lambda: None, sparseness=0.5, profile="x")
     with pytest.raises(ValueError, match="sparse_type must be 'rf_v2'"):
         rainfusion.calibrate(wide_wan()[0], lambda: None, sparse_type="ada_bsa")
@@ -150,3 +158,98 @@ def test_sparsity_by_task():
     with rainfusion.enabled(model, min_tokens=0, sparsity=0.6) as handle:
         forward(model, inputs)
     assert handle.stats().mean_density == image
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# words
+
+
+def density(make, **options):
+    model, inputs, _ = make()
+    with rainfusion.enabled(model, min_tokens=0, **options) as handle:
+        forward(model, inputs)
+    return handle.stats().mean_density
+
+
+@pytest.mark.parametrize("word", QUALITIES)
+def test_a_word_is_a_sparsity_by_task(word):
+    def image():
+        return tiny_models.ALL["flux"](h=32, w=48, text=64)
+
+    assert density(wide_wan, quality=word) == density(wide_wan, sparsity=QUALITIES[word].video)
+    assert density(image, quality=word) == density(image, sparsity=QUALITIES[word].image)
+
+
+def test_words_are_in_order():
+    high, balanced, fast = (QUALITIES[word] for word in ("high", "balanced", "fast"))
+    assert high.video < balanced.video < fast.video and high.image < balanced.image < fast.image
+    assert all(word.image < word.video for word in QUALITIES.values())
+
+
+def test_balanced_is_what_no_word_is():
+    assert QUALITIES["balanced"] == Quality(VIDEO_SPARSITY, IMAGE_SPARSITY, "auto", 0.0)
+    plain, word = Settings.check(), Settings.check(quality="balanced")
+    assert replace(word, quality=None) == plain
+    for frames in (1, 21):
+        assert word.method_for("", frames) == plain.method_for("", frames)
+
+
+def test_the_handle_knows_the_word():
+    model, _, _ = wide_wan()
+    assert rainfusion.enable(model, quality="high").settings.quality == "high"
+    with pytest.warns(UserWarning, match="the new settings replace the old ones"):
+        assert rainfusion.enable(model).settings.quality is None
+
+
+def test_other_options_go_with_a_word():
+    options = dict(predictor="mean", block_size=(128, 64), first_frame="keys", token_order="raster")
+    found = Settings.check(None, options, quality="fast", schedule=[3, 1], start_step=2, skip_layers="0")
+    sparsity = QUALITIES["fast"].video
+    plain = Settings.check(None, {**options, "sparsity": sparsity}, schedule=[3, 1], start_step=2, skip_layers="0")
+    assert found.method_for("", 21) == plain.method_for("", 21)
+    assert (found.schedule, found.start_step, found.skip_layers) == (plain.schedule, 2, plain.skip_layers)
+    method = rainfusion.Method.recommended(precision="int8", sparse_type="ada_bsa")
+    assert Settings.check(method, quality="high").method_for("", 21) == replace(
+        method, sparsity=QUALITIES["high"].video
+    )
+
+
+def test_a_word_may_have_a_schedule_and_dense_steps(monkeypatch):
+    """Those that the user names go before."""
+    monkeypatch.setattr("rainfusion.qualities.QUALITIES", {"calm": Quality(0.5, 0.4, "falling", 0.25)})
+    found = Settings.check(quality="calm")
+    assert (found.schedule, found.start_step) == (Schedule.of("falling"), 0.25)
+    found = Settings.check(quality="calm", schedule="constant", start_step=1)
+    assert found.schedule.is_constant and found.start_step == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(quality="best"), "quality must be one of 'high', 'balanced', 'fast', got 'best'"),
+        (dict(quality=1), "quality must be one of 'high', 'balanced', 'fast', got 1"),
+        (dict(quality="high", sparsity=0.5), "pass one of them, got quality='high' and sparsity=0.5"),
+        (dict(quality="high", sparsity=0.0), "pass one of them, got quality='high' and sparsity=0.0"),
+        (dict(quality="high", sparsity=[0.5, 0.7]), r"quality and sparsity both .* sparsity=\(0.5, 0.7\)"),
+        (dict(quality="high", method=rainfusion.Method.recommended(sparsity=0.7)), "quality and sparsity both say"),
+        (dict(quality="fast", target_error=0.1), "quality and target_error both say how much to skip"),
+        (dict(quality="fast", profile="wan.json"), "quality and profile both .* and profile='wan.json'"),
+        (dict(quality="fast", sparse_type="ada_bsa", cdf_threshold=0.9), "quality and cdf_threshold both"),
+    ],
+)
+def test_a_word_is_the_only_budget(kwargs, message):
+    model = tiny_models.ALL["wan"]()[0]
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        rainfusion.enable(model, **kwargs)
+    assert snapshot(model) == before
+
+
+def test_a_word_in_a_pipeline():
+    pipe = offline_pipelines.wan_two_experts()
+    stats = []
+    for budget in (dict(quality="fast"), dict(sparsity=QUALITIES["fast"].video)):
+        with rainfusion.enabled(pipe, min_tokens=0, **budget) as handle:
+            pipe("a cat", num_inference_steps=4, height=256, width=384, num_frames=9, output_type="latent")
+        stats.append(handle.stats())
+    assert stats[0] == stats[1] and stats[0].steps and not stats[0].dense_calls

@@ -8,6 +8,7 @@ from PIL import Image
 
 from rainfusion import cli
 from rainfusion.lab import demo
+from rainfusion.qualities import QUALITIES
 
 PNG = b"\x89PNG"
 QUICK_DEMO = ("demo", "--quick", "--device", "cpu")
@@ -55,6 +56,12 @@ def test_demo_takes_a_prompt_and_dense_steps(capsys, tmp_path):
     assert "sparse at 1 " in out
 
 
+def test_demo_takes_a_word_instead_of_a_sparsity(capsys, tmp_path):
+    for frames, sparsity in ((2, QUALITIES["fast"].video), (1, QUALITIES["fast"].image)):
+        _, out, _ = run(capsys, *QUICK_DEMO, "--out", str(tmp_path), "--frames", str(frames), "--quality", "fast")
+        assert f"sparse at {sparsity} " in out
+
+
 def test_demo_without_a_difference_when_nothing_is_skipped(capsys, tmp_path):
     _, out, _ = run(capsys, *QUICK_DEMO, "--out", str(tmp_path), "--steps", "1", "--frames", "1", "--sparsity", "0")
     row = next(line for line in out.splitlines() if line.startswith("sparse at 0"))
@@ -72,6 +79,8 @@ def test_demo_draws_a_bar_in_a_terminal(capsys, tmp_path, monkeypatch):
     ("words", "name"),
     [
         (("--sparsity", "1.5"), "--sparsity"),
+        (("--quality", "best"), "argument --quality: invalid choice: 'best'"),
+        (("--quality", "fast", "--sparsity", "0.5"), "argument --sparsity: not allowed with argument --quality"),
         (("--steps", "0"), "--steps"),
         (("--steps", "3", "--dense-steps", "3"), "--dense-steps"),
         (("--frames", "0"), "--frames"),

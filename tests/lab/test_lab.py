@@ -11,6 +11,7 @@ import rainfusion
 from rainfusion.lab import data, model, pictures, sampling, training, weights
 from rainfusion.lab.model import Config, DiT
 from rainfusion.lab.training import Batch, Recipe, Trainer
+from rainfusion.qualities import QUALITIES, Quality
 
 pytest.importorskip("safetensors")
 
@@ -246,6 +247,23 @@ def test_the_sparse_attention_is_the_library_s_own():
     assert torch.equal(model.sparse(profile=profile)(q, q, q, place), wanted)
     plain = rainfusion.sparse_attention(q, q, q, sparse_type="ada_bsa", sparsity=0.6)
     assert torch.equal(model.sparse(0.6, sparse_type="ada_bsa")(q, q, q, place), plain)
+
+
+def test_a_word_instead_of_a_sparsity(monkeypatch):
+    q = torch.randn(1, 2, 16 + 5 * 16 * 16, 64)
+    for grid, sparsity in (((5, 16, 16), QUALITIES["fast"].video), ((1, 40, 32), QUALITIES["fast"].image)):
+        place = model.Place(0, 1, grid, 16, 4)
+        assert torch.equal(model.sparse(quality="fast")(q, q, q, place), model.sparse(sparsity)(q, q, q, place))
+    others = dict(sparsity=0.5), dict(target_error=0.1), dict(profile=rainfusion.Profile({"0": (0.5, 0.5)}, 0.5, {}))
+    for other in others:
+        with pytest.raises(ValueError, match=f"quality and {next(iter(other))} both say how much to skip"):
+            model.sparse(quality="fast", **other)
+    monkeypatch.setattr("rainfusion.qualities.QUALITIES", {"calm": Quality(0.5, 0.4, "falling", 0.25)})
+    first, second = (model.Place(0, step, (5, 16, 16), 16, 4) for step in (0, 1))
+    calm = model.sparse(quality="calm")
+    assert torch.equal(calm(q, q, q, first), model.dense(q, q, q, first))
+    later = model.Place(0, 0, (5, 16, 16), 16, 3)  # the first of three that are sparse
+    assert torch.equal(calm(q, q, q, second), model.sparse(0.5, schedule="falling")(q, q, q, later))
 
 
 def test_a_clip_does_not_depend_on_its_batch_and_guidance_one_is_the_prompt_alone():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
+from rainfusion.qualities import QUALITIES
 
 _DESCRIPTION = """\
 Samples the small video model of the repository twice from the same noise, with full
@@ -19,6 +20,7 @@ rainfusion.lab.data.
 
 examples:
   rainfusion demo --out demo
+  rainfusion demo --quality fast --out fast
   rainfusion demo --sparsity 0.9 --dense-steps 0 --prompt 'background up; red disc, from left, right;
     blue square, from top, down, clockwise; white star, from bottom right, up left'"""
 
@@ -38,7 +40,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help=where)
     parser.add_argument("--prompt", metavar="TEXT", help="what to draw; see below")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: 0)")
-    parser.add_argument("--sparsity", type=float, default=0.8, help="share of blocks to skip (default: 0.8)")
+    skipped = parser.add_mutually_exclusive_group()
+    skipped.add_argument("--sparsity", type=float, help="share of blocks to skip (default: 0.8)")
+    skipped.add_argument("--quality", choices=QUALITIES, help="a word instead, as for enable")
     parser.add_argument("--steps", type=int, metavar="N", help="default: 10")
     parser.add_argument("--dense-steps", type=int, metavar="N", help="the first N steps dense (default: 2)")
     parser.add_argument("--guidance", type=float, default=1.0, help="above 1 takes twice as long (default: 1)")
@@ -56,13 +60,15 @@ def run(args: argparse.Namespace) -> int:
     from rainfusion.lab import demo, weights
 
     arguments.check_seed(args)
-    asked = {name: getattr(args, name) for name in ("prompt", "steps", "dense_steps", "frames", "size")}
+    asked = {name: getattr(args, name) for name in ("prompt", "sparsity", "steps", "dense_steps", "frames", "size")}
     given = {name: value for name, value in asked.items() if value is not None}
+    if args.quality is not None:  # how many steps stay dense is the demo's own
+        word = QUALITIES[args.quality]
+        given.update(sparsity=word.sparsity(args.frames or 0), schedule=word.schedule)
     plan = demo.Plan(
         args.out,
         arguments.device(args.device),
         seed=args.seed,
-        sparsity=args.sparsity,
         guidance=args.guidance,
         weights=args.weights,
         **{**(_QUICK if args.quick else {}), **given},

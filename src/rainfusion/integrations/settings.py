@@ -10,10 +10,11 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, Literal, NamedTuple
 
-from rainfusion import checks
+from rainfusion import checks, qualities
 from rainfusion.backends import NAMES as BACKEND_NAMES
 from rainfusion.options import OPTION_NAMES, Method, MethodOptions
 from rainfusion.profiles import Profile
+from rainfusion.qualities import QualityName
 from rainfusion.schedules import Schedule, ScheduleSource
 
 MIN_TOKENS = 2048  # below it, dense attention was as fast or faster wherever it was measured
@@ -47,6 +48,7 @@ class Settings:
         schedule: how the blocks are shared out among the steps that are not dense; `sparsity` is the mean. Auto is for
             videos, and constant with a profile, and where nobody knows how many steps there are.
         backend: `"auto"`, or the name of the one that has to run.
+        quality: the word that was asked for instead of a sparsity, which it has for each task.
     """
 
     method: Method
@@ -58,6 +60,7 @@ class Settings:
     profile: Profile | None = None
     backend: str = "auto"
     schedule: Schedule = Schedule.of("auto")  # noqa: RUF009 # frozen
+    quality: QualityName | None = None
 
     @classmethod
     def check(
@@ -73,10 +76,15 @@ class Settings:
         profile: ProfileSource | None = None,
         schedule: ScheduleSource = "auto",
         backend: str = "auto",
+        quality: QualityName | None = None,
     ) -> Settings:
         """From unchecked arguments; `changes` apply to `method`, or to the recommended one."""
         chosen = changed(method, changes or {})
-        shape = Schedule.of(schedule)
+        shape, first_steps = Schedule.of(schedule), steps("start_step", start_step)
+        if quality is not None:
+            word = qualities.checked_quality(quality, chosen, profile)
+            shape = Schedule.of(word.schedule) if shape.is_auto else shape
+            first_steps = first_steps or word.dense_start
         other = None
         if chosen.target_error is not None:
             other = "target_error"
@@ -93,7 +101,7 @@ class Settings:
             chosen = _with_profile(chosen, loaded)
         return cls(
             method=chosen,
-            start_step=steps("start_step", start_step),
+            start_step=first_steps,
             end_step=steps("end_step", end_step),
             skip_layers=layers(skip_layers),
             min_tokens=None if min_tokens is None else checks.integer("min_tokens", min_tokens, minimum=0),
@@ -101,6 +109,7 @@ class Settings:
             profile=loaded,
             backend=checks.choice("backend", backend, ("auto", *BACKEND_NAMES)),
             schedule=shape,
+            quality=quality,
         )
 
     @property
@@ -119,9 +128,12 @@ class Settings:
 
     def method_for(self, layer: str, frames: int, stage: Stage | None = None) -> Method:
         """The method of a layer's calls; an image has one frame. `stage`: where in the run, with a schedule."""
-        method = self.method.for_frames(frames)
         if self.profile is not None:
             method = replace(self.method, sparsity=self.profile.of(layer))
+        elif self.quality is not None:
+            method = replace(self.method, sparsity=qualities.QUALITIES[self.quality].sparsity(frames))
+        else:
+            method = self.method.for_frames(frames)
         if stage is None or (self.schedule.is_auto and frames == 1):
             return method
         return self.schedule.for_steps(stage.made or stage.steps).method_at(method, stage.step, stage.steps)

@@ -123,9 +123,9 @@ def mean_and_error(values: Sequence[float | None]) -> tuple[float, float | None]
 # files
 
 
-def read(folder: Path) -> Comparison:
-    """What `write` has left in a folder. ValueError says so where its file is another."""
-    path = folder / JSON
+def read(source: Path) -> Comparison:
+    """What `write` has left in a folder, or such a file by another name. ValueError says so where it is another."""
+    path = source if source.suffix == ".json" else source / JSON
     expected = f"{path} must be a file of rainfusion quality --out, with settings, about and rows"
     try:
         content = json.loads(path.read_text())

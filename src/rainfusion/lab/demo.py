@@ -18,6 +18,7 @@ from rainfusion.lab import metrics, pictures
 from rainfusion.lab.methods import Attend, ours
 from rainfusion.options import RECOMMENDED
 from rainfusion.progress import Progress
+from rainfusion.schedules import ScheduleSource
 from rainfusion.table import table
 
 PROMPT = (
@@ -37,6 +38,7 @@ class Plan:
     prompt: str = PROMPT
     seed: int = 0
     sparsity: float = 0.8
+    schedule: ScheduleSource = "auto"
     steps: int = 10
     dense_steps: int = 2
     guidance: float = 1.0
@@ -60,7 +62,7 @@ class Plan:
         """The sparse attention to compare, with the options of `enable`."""
         guided = self.guidance != 1
         return Attend(
-            ours("rf_v2", schedule="auto", **RECOMMENDED),
+            ours("rf_v2", schedule=self.schedule, **RECOMMENDED),
             1 - self.sparsity,
             "auto",
             guided=guided,

@@ -24,6 +24,7 @@ from rainfusion.api import sparse_attention
 from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
 from rainfusion.options import Method, MethodOptions
 from rainfusion.profiles import Profile
+from rainfusion.qualities import QualityName, checked_quality
 from rainfusion.schedules import Schedule, ScheduleSource
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
     profile: Profile | None = None,
     schedule: ScheduleSource = "auto",
     backend: str = "auto",
+    quality: QualityName | None = None,
     **options: Unpack[MethodOptions],
 ) -> Attention:
     """An attention that calls `rainfusion.sparse_attention` as any model would.
@@ -71,17 +73,28 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
         profile: budgets by layer and head instead of one sparsity; its layers are "0", "1", ...
         schedule: how the blocks are shared out among the steps, see `enable`; `sparsity` is the mean.
         backend: as for `sparse_attention`.
+        quality: a word instead of a sparsity, see `enable`.
         options: the fields of `Method`; those left out are as `enable` has them.
     """
     if profile is not None and sparsity:
         raise ValueError(f"profile takes the place of sparsity: leave sparsity out, got {sparsity}")
-    method, shape = Method.recommended(**{"sparsity": sparsity, **options}), Schedule.of(schedule)
+    share = None if quality is not None and not sparsity else sparsity  # a word has the sparsity of the task
+    method, shape = Method.recommended(**{"sparsity": share, **options}), Schedule.of(schedule)
+    word = None if quality is None else checked_quality(quality, method, profile)
     if shape.is_auto and profile is not None:  # whose budgets are taken as they were measured, as in `enable`
         shape = Schedule()
+    elif shape.is_auto and word is not None:
+        shape = Schedule.of(word.schedule)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        chosen = method if profile is None else replace(method, **profile.arguments(str(place.layer)))
-        chosen = shape.method_at(chosen, place.step, place.steps)
+        first, chosen = 0, method
+        if profile is not None:
+            chosen = replace(method, **profile.arguments(str(place.layer)))
+        elif word is not None:
+            first, chosen = word.dense_steps(place.steps), replace(method, sparsity=word.sparsity(place.grid[0]))
+        if place.step < first:
+            return dense(q, k, v, place)
+        chosen = shape.method_at(chosen, place.step - first, place.steps - first)
         grid = None if method.sparse_type is None else place.grid
         return sparse_attention(q, k, v, method=chosen, txt_len=place.text, latent_shape_q=grid, backend=backend)
 

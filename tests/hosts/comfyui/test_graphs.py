@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rainfusion.integrations import comfyui
+from rainfusion.qualities import QUALITIES
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ("wan", "flux", "qwen", "hunyuan", "z_image")
@@ -107,6 +108,15 @@ def test_two_of_them_and_another_override(graphs):
     assert len(seen) == 4, "cross-attention, two layers of two steps"
 
 
+def test_a_word_decides_and_custom_leaves_it_to_the_slider(graphs):
+    def blocks(**inputs):
+        return graphs.run(graph("wan", "word", inputs))["5"]["text"][0].splitlines()[0]
+
+    sparsity = QUALITIES["fast"].video
+    assert blocks(quality="fast", sparsity=0.3) == blocks(sparsity=sparsity)
+    assert blocks(quality="custom", sparsity=0.3) == blocks(sparsity=0.3) != blocks(sparsity=sparsity)
+
+
 def test_reasons_are_counted(graphs):
     shown = graphs.run(graph("wan", "short", {"min_tokens": 100_000}))
     assert "dense: 4 calls: fewer than 100000 tokens (min_tokens)" in shown["5"]["text"][0]
@@ -135,10 +145,11 @@ def test_comfyui_loads_it(graphs, folder):
         assert any(page.is_file() for page in pages)
     inputs = graphs.nodes.NODE_CLASS_MAPPINGS["RainFusionSparseAttention"].INPUT_TYPES()
     assert list(inputs["required"]) == ["model", "sparsity", "dense_start", "dense_end"]
-    assert list(inputs["optional"]) == ["skip_layers", "precision", "method", "min_tokens", "schedule"]
+    advanced = ["skip_layers", "precision", "method", "min_tokens", "schedule"]
+    assert list(inputs["optional"]) == [*advanced, "quality"]  # new ones last: saved values are in this order
     for several in inputs.values():
         assert all(options["tooltip"] for _, options in several.values())
-    assert all(options["advanced"] for _, options in inputs["optional"].values())
+    assert [name for name, (_, options) in inputs["optional"].items() if options.get("advanced")] == advanced
 
 
 # nodes of ComfyUI that its server loads, and this test does not

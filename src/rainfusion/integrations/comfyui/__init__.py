@@ -16,6 +16,7 @@ private_names  the one place that touches ComfyUI's names
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from rainfusion.integrations.comfyui.session import Session
 from rainfusion.integrations.settings import OnUnsupported, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
 from rainfusion.options import Method, Precision
+from rainfusion.qualities import QualityName
 from rainfusion.schedules import ScheduleSource
 
 __all__ = ["FOLDER", "METHODS", "SCHEDULES", "apply", "register_model", "remove", "report", "stats"]
@@ -49,6 +51,7 @@ METHODS: dict[str, Method] = {
 def apply(
     model: Any,
     *,
+    quality: QualityName | None = None,
     sparsity: float | None = None,
     dense_start: float = 0.0,
     dense_end: float = 0.0,
@@ -64,6 +67,7 @@ def apply(
 
     Args:
         model: a MODEL, as ComfyUI's loaders and patching nodes return it. It stays as it is.
+        quality: instead of `sparsity`, a word: `"high"`, `"balanced"` or `"fast"`, see `rainfusion.enable`.
         sparsity: the share of key blocks to skip, 0 to 1. None: by task, 0.6 for images and 0.8 for video. 0: every
             call is answered as without this.
         dense_start: this share of the schedule stays dense at its start, 0 to 1.
@@ -95,12 +99,13 @@ def apply(
         schedule=schedule,
         on_unsupported=on_unsupported,
         backend=backend,
+        quality=quality,
     )
     session = Session(
         transformer,
         row,
-        settings,
-        checks.fraction("dense_start", dense_start, zero=True),
+        replace(settings, start_step=0),  # a word's dense steps are a share of the schedule here
+        checks.fraction("dense_start", dense_start, zero=True) or settings.start_step,
         checks.fraction("dense_end", dense_end, zero=True),
     )
     clone = model.clone()

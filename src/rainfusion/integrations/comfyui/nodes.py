@@ -7,11 +7,13 @@ from typing import Any
 from rainfusion.integrations import comfyui
 from rainfusion.integrations.comfyui.private_names import node_api
 from rainfusion.options import PRECISIONS
+from rainfusion.qualities import QUALITIES
 
 api = node_api()
 io = api.io
 
 _CATEGORY = "model/patch"
+_CUSTOM = "custom"  # no word: the sparsity of the slider
 
 
 def _advanced(widget: Any) -> Any:
@@ -106,6 +108,14 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                         "by the number of steps for a video, constant for an image.",
                     )
                 ),
+                io.Combo.Input(  # the last one: saved workflows have their values in this order
+                    "quality",
+                    options=[_CUSTOM, *QUALITIES],
+                    default=_CUSTOM,
+                    optional=True,
+                    tooltip="A word instead of sparsity, which is not read then. high: nearer to the original picture. "
+                    "balanced: 0.8 for video and 0.6 for images. fast: faster. custom: sparsity decides.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse attention; the one that came in stays as it is.")],
         )
@@ -122,11 +132,13 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
         method: Any = "recommended",
         min_tokens: int = 0,
         schedule: str = "auto",
+        quality: Any = _CUSTOM,
     ) -> Any:
         return io.NodeOutput(
             comfyui.apply(
                 model,
-                sparsity=sparsity or None,
+                quality=None if quality == _CUSTOM else quality,
+                sparsity=(sparsity or None) if quality == _CUSTOM else None,
                 dense_start=dense_start,
                 dense_end=dense_end,
                 skip_layers=skip_layers,

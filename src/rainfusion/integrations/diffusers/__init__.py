@@ -36,6 +36,7 @@ from rainfusion.options import OPTION_NAMES, VIDEO_SPARSITY, Method, MethodOptio
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import OPTIONS as PROFILE_OPTIONS
 from rainfusion.profiles import Profile
+from rainfusion.qualities import QualityName
 from rainfusion.schedules import ScheduleSource
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class EnableOptions(CalibrateOptions, total=False):
 
     profile: ProfileSource | None
     schedule: ScheduleSource
+    quality: QualityName | None
 
 
 class Handle:
@@ -114,6 +116,7 @@ def enable(
     profile: ProfileSource | None = None,
     schedule: ScheduleSource = "auto",
     backend: str = "auto",
+    quality: QualityName | None = None,
     **changes: Unpack[MethodOptions],
 ) -> Handle:
     """Makes the self-attention of a diffusers pipeline, or of its transformer alone, sparse.
@@ -135,6 +138,8 @@ def enable(
             left out of it. `"auto"`: falling in videos, gently (`[2, 1]`) with 5 steps or fewer; constant in images,
             with a profile, and in a transformer alone, which does not know its steps.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
+        quality: instead of `sparsity`, a word: `"high"` (0.7 of the blocks are skipped for video, 0.5 for images),
+            `"balanced"` (0.8 and 0.6, as without a word) or `"fast"` (0.9 and 0.7). Other options go with it.
         changes: options of the method by name, such as `sparsity=0.8` or `predictor="mean"`, see `Method`. `sparsity`
             left out is 0.6 for images and 0.8 for video; `compensate=None` is with rf_v2.
 
@@ -152,6 +157,7 @@ def enable(
         profile=profile,
         schedule=schedule,
         backend=backend,
+        quality=quality,
     )
     return _start(pipe_or_transformer, settings)
 
@@ -202,16 +208,19 @@ def calibrate(
         pipe_or_transformer: as for `enable`; attention stays dense meanwhile.
         run: makes one or a few samples with it, of the size that will be used; fewer steps will do.
         method: as for `enable`.
-        options: the keywords of `enable` but `profile` and `target_error`. `sparsity` is that of all heads together,
-            protected blocks counted in; 0.8 if it is not given. `token_order`, `predictor`, `compensate` and
-            `first_frame` are what the budgets are for, and the profile brings them along; the others hold while
-            measuring. `min_tokens` is 0 if it is not given.
+        options: the keywords of `enable` but `profile`, `quality`, `schedule` and `target_error`. `sparsity` is that of
+            all heads together, protected blocks counted in; 0.8 if it is not given. `token_order`, `predictor`,
+            `compensate` and `first_frame` are what the budgets are for, and the profile brings them along; the others
+            hold while measuring. `min_tokens` is 0 if it is not given.
     """
     wanted: dict[str, Any] = {"min_tokens": 0, **options}
     allowed = {*OPTION_NAMES, *CalibrateOptions.__annotations__} - {"target_error"}
     unknown = sorted(wanted.keys() - allowed)
     if unknown:
-        raise TypeError(f"calibrate takes the options of enable but profile and target_error, got {', '.join(unknown)}")
+        raise TypeError(
+            "calibrate takes the options of enable but profile, quality, schedule and target_error, got "
+            f"{', '.join(unknown)}"
+        )
     if wanted.get("sparsity") is None:
         wanted["sparsity"] = VIDEO_SPARSITY if method is None or method.sparsity is None else method.sparsity
     share = checks.fraction("sparsity", wanted["sparsity"], zero=False)
