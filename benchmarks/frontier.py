@@ -71,11 +71,15 @@ class Curve(NamedTuple):
 
 
 _BEST = "rf_v2 2x8x8 free submeans compensate"
+_SPREAD = "rf_v2 2x8x8 free spread compensate"
 CURVES = (
     Curve(f"{_BEST}, falling", "the defaults of enable", OURS),
     Curve(_BEST, "constant density"),
     Curve(f"{_BEST}, 64 keys", "constant, 64 keys a block"),
     Curve(f"{_BEST}, 32 keys", "constant, 32 keys a block"),
+    Curve(_SPREAD, "constant, by spread"),
+    Curve(f"{_SPREAD}, 32 keys", "constant, by spread, 32 keys a block"),
+    Curve(f"{_SPREAD}, 32 keys, falling", "by spread, 32 keys a block"),
     Curve("rf_v2 2x8x8 free submeans", "constant, no compensation"),
     Curve("rf_v2 2x8x8 free compensate", "constant, one mean a block"),
     Curve("rf_v2 2x8x8 free", "constant, one mean, no compensation"),
@@ -223,6 +227,7 @@ def _ours(
             planned(*qkv, **options)[1].layouts[0],
             allowed=None if precision == "native" else QUANTISED_ERROR,
             compensate=options.get("compensate", False),
+            spreads=options.get("predictor") == "spread",
         )
         if not verdict.right:
             say(f"WRONG: {method.name} in {precision} at {target:g}: error {verdict.error:.1e}")
