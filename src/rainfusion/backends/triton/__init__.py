@@ -96,8 +96,8 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     parts, stand_ins = pooled_parts(request), request.method.compensate
     bias = None if keep is None else key_bias(layout, keep, request.bias)
     if layout.is_identity and keep is None and not (copy or stand_ins):
-        means = block_means(k, layout, parts=parts, dtype=means_dtype(request)) if parts else None
-        return Keys(k, v, means, bias, k.shape[2], spreads=key_spreads(request) if parts else None)
+        means, spreads = pooled_keys(request) if parts else (None, None)
+        return Keys(k, v, means, bias, k.shape[2], spreads=spreads)
 
     from rainfusion.backends.triton.kernels import blocks
 
@@ -148,12 +148,17 @@ def new_spreads(request: Request) -> Tensor | None:
     return k.new_empty(shape, dtype=torch.float32) if request.method.spreads else None
 
 
-def key_spreads(request: Request) -> Tensor | None:
-    """`spread.of_keys` in one read of k, if it is asked for."""
-    spreads, layout = new_spreads(request), request.k_layout
-    if spreads is not None:
-        _pool(request.k, layout, request.keep, layout.block_size, None, spreads)
-    return spreads
+def pooled_keys(request: Request) -> tuple[Tensor, Tensor | None]:
+    """The means that a prediction wants, and spreads: with as many warps as `gather` has, and so the same bits."""
+    k, layout, keep, dtype = request.k, request.k_layout, request.keep, means_dtype(request)
+    parts, spreads = request.method.k_parts, new_spreads(request)
+    if spreads is None or parts > 1:
+        if spreads is not None:
+            _pool(k, layout, keep, layout.block_size, None, spreads)
+        return block_means(k, layout, keep, parts, dtype), spreads
+    means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype)
+    _pool(k, layout, keep, layout.block_size, means, spreads)
+    return means, spreads
 
 
 def _pool(
@@ -219,13 +224,12 @@ def scores(request: Request, keys: Keys | None) -> Tensor:
 
 
 def _means(request: Request, keys: Keys | None) -> _Means:
-    method, keep, dtype = request.method, request.keep, means_dtype(request)
-    q_means = block_means(request.q, request.q_layout, None, method.q_parts, dtype)
-    k_means, spreads = (None, None) if keys is None else (keys.means, keys.spreads)
-    if k_means is None:
-        k_means = block_means(request.k, request.k_layout, keep, method.k_parts, dtype)
-    if spreads is None:
-        spreads = key_spreads(request)
+    method, keep = request.method, request.keep
+    q_means = block_means(request.q, request.q_layout, None, method.q_parts, means_dtype(request))
+    if keys is None or keys.means is None:
+        k_means, spreads = pooled_keys(request)
+    else:
+        k_means, spreads = keys.means, keys.spreads
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
     return _Means(q_means, k_means, live, spreads)
 
