@@ -24,47 +24,69 @@ class Size:
 
 
 def parse(argv, description, *, prompt, real, tiny, image=False):
-    """The options of all examples. Sizes are `real` with a checkpoint, and `tiny` with random weights."""
-    video = real.frames is not None
+    """The options of an example with sparse attention alone."""
+    parser = options(description, prompt=prompt, real=real, tiny=tiny, image=image)
+    sparse = parser.add_argument_group("sparse attention")
+    sparse.add_argument("--sparsity", type=float, help="share of blocks to skip (default: video 0.8, images 0.6)")
+    sparse.add_argument("--precision", choices=["native", "int8", "fp8"], default="native", help="default: %(default)s")
+    which_calls(sparse)
+    which = sparse.add_mutually_exclusive_group()
+    which.add_argument("--dense", action="store_true", help="leave rainfusion out")
+    which.add_argument("--compare", action="store_true", help="both ways: speed-up, and PSNR between the two")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    return checked(parser, argv, real=real, tiny=tiny)
+
+
+def options(description, *, prompt, real, tiny, image=False):
+    """-> a parser with the options of all examples. Sizes are `real` with a checkpoint, and `tiny` without."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id of a checkpoint (default: tiny random weights, offline)")
     parser.add_argument("--prompt", default=prompt, help="default: %(default)s")
     if image:
         parser.add_argument("--image", type=Path, help="the picture to start from (default: a gradient)")
-    names = ("height", "width", "frames", "steps") if video else ("height", "width", "steps")
-    for name in names:
+    for name in _sizes(real):
         first, second = getattr(real, name) or "the picture's", getattr(tiny, name)
         parser.add_argument(f"--{name}", type=int, help=f"default: {first}, with random weights {second}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    sparse = parser.add_argument_group("sparse attention")
-    sparse.add_argument("--sparsity", type=float, help="share of blocks to skip (default: video 0.8, images 0.6)")
-    sparse.add_argument("--precision", choices=["native", "int8", "fp8"], default="native", help="default: %(default)s")
-    sparse.add_argument("--start-step", type=_steps, default=0, help="dense steps first: a number, or a share like 0.2")
-    sparse.add_argument("--skip-layers", default="", help='layers that stay dense, such as "0-3,38"')
-    sparse.add_argument("--min-tokens", type=int, help="shorter sequences stay dense (default: as measured; tiny: 0)")
-    which = sparse.add_mutually_exclusive_group()
-    which.add_argument("--dense", action="store_true", help="leave rainfusion out")
-    which.add_argument("--compare", action="store_true", help="both ways: speed-up, and PSNR between the two")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
-    endings = (".gif", ".mp4") if video else (".png", ".jpg")
+    endings = _endings(real)
     parser.add_argument(
         "--out", type=Path, default=Path(f"out{endings[0]}"), help=f"{' or '.join(endings)} (default: %(default)s)"
     )
+    return parser
+
+
+def which_calls(group):
+    """The options that say which attention calls stay dense."""
+    group.add_argument("--start-step", type=_steps, default=0, help="dense steps first: a number, or a share like 0.2")
+    group.add_argument("--skip-layers", default="", help='layers that stay dense, such as "0-3,38"')
+    group.add_argument("--min-tokens", type=int, help="shorter sequences stay dense (default: as measured; tiny: 0)")
+
+
+def checked(parser, argv, *, real, tiny):
+    """-> what was asked for, with the sizes filled in. What would fail at the end fails before the work."""
     args = parser.parse_args(argv)
-    for name in names:
+    for name in _sizes(real):
         if getattr(args, name) is None:
             setattr(args, name, getattr(real if args.model else tiny, name))
     if args.min_tokens is None and not args.model:
         args.min_tokens = 0
-    # what would fail at the end fails before the work
-    if args.out.suffix not in endings:
-        parser.error(f"--out must end in {' or '.join(endings)}, got {args.out}")
+    if args.out.suffix not in _endings(real):
+        parser.error(f"--out must end in {' or '.join(_endings(real))}, got {args.out}")
     if args.out.suffix == ".mp4" and not (is_imageio_available() or is_opencv_available()):
         parser.error("--out as mp4 needs `pip install imageio imageio-ffmpeg`; .gif needs nothing")
-    if image and args.image and not args.image.is_file():
-        parser.error(f"--image: there is no file {args.image}")
+    image = getattr(args, "image", None)
+    if image and not image.is_file():
+        parser.error(f"--image: there is no file {image}")
     return args
+
+
+def _sizes(real):
+    return ("height", "width", "steps") if real.frames is None else ("height", "width", "frames", "steps")
+
+
+def _endings(real):
+    return (".png", ".jpg") if real.frames is None else (".gif", ".mp4")
 
 
 def _steps(text):

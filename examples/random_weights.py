@@ -31,16 +31,21 @@ def _embeds(prompt, length, device):
     return torch.randn(1, length, TEXT_DIM, generator=generator).to(device)
 
 
-def _wan(pipeline, in_channels):
-    torch.manual_seed(0)
-    transformer = WanTransformer3DModel(
+def _wan_transformer(in_channels):
+    model = WanTransformer3DModel(
         num_attention_heads=2, attention_head_dim=32, in_channels=in_channels, out_channels=16, text_dim=TEXT_DIM,
         ffn_dim=64, num_layers=2,
     )  # fmt: skip
+    return model.eval()
+
+
+def _wan(pipeline, in_channels, **other):
+    torch.manual_seed(0)
+    transformer = _wan_transformer(in_channels)
     vae = AutoencoderKLWan(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=0)
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     pipe = pipeline(
-        transformer=transformer.eval(), vae=vae.eval(), scheduler=scheduler, text_encoder=None, tokenizer=None
+        transformer=transformer, vae=vae.eval(), scheduler=scheduler, text_encoder=None, tokenizer=None, **other
     )
 
     def encode_prompt(prompt, negative_prompt=None, *, device, **_):
@@ -52,6 +57,15 @@ def _wan(pipeline, in_channels):
 
 def wan_t2v():
     return _wan(WanPipeline, in_channels=16)
+
+
+def wan_t2v_two_experts():
+    """As Wan 2.2: one transformer for the noisy steps, another for the rest. In bf16, as fp8 linear layers need it."""
+    torch.manual_seed(1)
+    pipe = _wan(WanPipeline, in_channels=16, transformer_2=_wan_transformer(16), boundary_ratio=0.875)
+    for model in (pipe.transformer, pipe.transformer_2):
+        torch.nn.Module.to(model, torch.bfloat16)  # diffusers' own `to` warns of layers that are better in fp32
+    return pipe
 
 
 def wan_i2v():

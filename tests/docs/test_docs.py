@@ -53,6 +53,7 @@ def run(examples, **names):
 RUN_BELOW = {
     "adding_a_model.md", "combinations.md", "comfyui.md", "diffusers.md", "migrating.md", "quality.md", "quantised.md",
     "several_gpus.md", "sglang.md", "sparse_attention.md", "sparsity.md", "vllm_omni.md",
+    "fastest_wan.md",  # in test_fastest_wan.py
 }  # fmt: skip
 
 

@@ -15,10 +15,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "wan_t2v": ["--height", "64", "--width", "128", "--frames", "9"],
     "wan_i2v": ["--height", "64", "--width", "128", "--frames", "9"],
+    "fastest_wan": ["--height", "64", "--width", "128", "--frames", "9"],  # more of it: test_fastest_wan.py
     "qwen_image_edit": ["--height", "128", "--width", "192"],
     "flux": ["--height", "256", "--width", "384"],
 }
-CALLS = {"wan_t2v": 2 * 2, "wan_i2v": 2 * 2, "qwen_image_edit": 2 * 2, "flux": 2}  # a step: layers, and guidance
+VIDEOS = {"wan_t2v", "wan_i2v", "fastest_wan"}
+CALLS = {name: 2 if name == "flux" else 2 * 2 for name in SCRIPTS}  # a step: layers, and guidance
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def run(monkeypatch, tmp_path, capsys):
     def run(name, *options):
         script = importlib.import_module(name)
         assert Path(script.__file__).parent == EXAMPLES
-        out = tmp_path / ("out.gif" if name.startswith("wan") else "out.png")
+        out = tmp_path / ("out.gif" if name in VIDEOS else "out.png")
         assert script.main([*SCRIPTS[name], "--device", "cpu", "--steps", "2", "--out", str(out), *options]) is None
         picture = Image.open(out)
         picture.load()
@@ -54,7 +56,7 @@ def test_every_script_is_sparse_throughout(name, run):
     assert "noise" in printed
     height, width = int(SCRIPTS[name][1]), int(SCRIPTS[name][3])
     assert picture.size == (width, height)
-    assert getattr(picture, "n_frames", 1) == (9 if name.startswith("wan") else 1)
+    assert getattr(picture, "n_frames", 1) == (9 if name in VIDEOS else 1)
     assert len(set(picture.convert("L").tobytes())) > 10  # not one colour, as of NaN
 
 
@@ -143,7 +145,7 @@ def test_help_has_an_example_to_copy(name, run, capsys):
     printed = capsys.readouterr().out
     assert f"python examples/{name}.py --model" in printed
     assert ("--image" in printed) == (name in ("wan_i2v", "qwen_image_edit"))
-    assert ("--frames" in printed) == name.startswith("wan")
+    assert ("--frames" in printed) == (name in VIDEOS)
 
 
 @pytest.mark.parametrize(
