@@ -53,29 +53,30 @@ def error(call: Captured, predictor: str, keys: int, density: float) -> float:
     """Of a call with as many tiles as `density` of all are, those of the means counted in."""
     q, k, v, place = call
     exact = dense(q, k, v, place)
-    layout = TokenLayout.build(
-        q.shape[2], place.grid, place.text, token_order=(2, 8, 8), block_size=keys, first_frame="free"
-    ).to(q.device)
+    layout = _layout(call, keys)
     blocks, tiles = layout.num_blocks, math.ceil(q.shape[2] / 128)
     kept = max(1, round(density * tiles) - math.ceil(blocks / 128)) * (128 // keys)
     size = 128 if keys == 128 else (128, keys)
     options: dict[str, Any] = dict(sparse_type="rf_v2", block_size=size, compensate=True, first_frame="free")
     where = dict(latent_shape_q=place.grid, txt_len=place.text, token_order=(2, 8, 8))
     if predictor == "true mass":
-        options.update(predictor="spread", mask=_by_true_mass(q, k, layout, kept, place))
+        options.update(predictor="spread", mask=_by_true_mass(call, layout, kept))
     else:
         options.update(predictor=predictor, sparsity=1.0 - kept / blocks)
     out = sparse_attention(q, k, v, **options, **where, backend="portable" if q.device.type == "cpu" else "auto")
     return float((out - exact).norm() / exact.norm())
 
 
-def _by_true_mass(q: Tensor, k: Tensor, layout: TokenLayout, number: int, place: Place) -> BlockMask:
-    mass = attention_mass(q, k, layout, q_block=128)
-    rows = TokenLayout.build(
-        q.shape[2], place.grid, place.text, token_order=(2, 8, 8), block_size=128, first_frame="free"
-    ).to(q.device)
-    budget = torch.tensor([number], device=q.device)
-    kept = keep_best(mass[0], budget, rows.protected, layout.protected)
+def _layout(call: Captured, block_size: int) -> TokenLayout:
+    grid, text = call.place.grid, call.place.text
+    order = dict(token_order=(2, 8, 8), block_size=block_size, first_frame="free")
+    return TokenLayout.build(call.q.shape[2], grid, text, **order).to(call.q.device)
+
+
+def _by_true_mass(call: Captured, layout: TokenLayout, number: int) -> BlockMask:
+    mass = attention_mass(call.q, call.k, layout, q_block=128)
+    budget = torch.tensor([number], device=call.q.device)
+    kept = keep_best(mass[0], budget, _layout(call, 128).protected, layout.protected)
     return BlockMask.from_dense(kept[None], 128 if layout.block_size == 128 else (128, layout.block_size))
 
 

@@ -30,6 +30,15 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny models are slower with several, and much slower where others want the same cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def small_calls_stay_sparse(request, monkeypatch):
     """Dense attention is faster for calls as small as those of most tests, and `auto` would take it.

@@ -1,18 +1,13 @@
 """benchmarks/calls.py: errors of calls at equal work."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+
+from helpers import benchmarks
 
 
 @pytest.fixture(scope="module")
 def calls():
-    path = Path(__file__).parents[2] / "benchmarks" / "calls.py"
-    spec = importlib.util.spec_from_file_location("calls", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmarks.load("calls")
 
 
 def test_help_has_an_example(calls, capsys):

@@ -1,15 +1,13 @@
 """benchmarks/frontier.py: times of whole calls, joined with samples that were compared, and their picture."""
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from made_up import TINY
 
+from helpers import benchmarks
 from rainfusion.lab import comparison, methods
 from rainfusion.lab.comparison import Comparison, Row
 
@@ -24,13 +22,8 @@ BEST, PUBLISHED = "rf_v2 2x8x8 free submeans compensate", "rf_v2 2x8x8"
 
 
 @pytest.fixture
-def frontier(monkeypatch):
-    path = Path(__file__).parents[2] / "benchmarks" / "frontier.py"
-    spec = importlib.util.spec_from_file_location("frontier", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "frontier", module)  # its dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+def frontier():
+    return benchmarks.load("frontier")
 
 
 def made_up_times(frontier, names=(BEST, PUBLISHED), precisions=("native", "fp8")):

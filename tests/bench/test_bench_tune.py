@@ -1,19 +1,14 @@
 """benchmarks/tune.py: its help, its report, and candidates that fail or hang."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+
+from helpers import benchmarks
 
 
 @pytest.fixture
 def tune():
-    path = Path(__file__).parents[2] / "benchmarks" / "tune.py"
-    spec = importlib.util.spec_from_file_location("tune", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmarks.load("tune")
 
 
 def test_tune_has_help_with_an_example_and_says_what_it_needs(tune, capsys, monkeypatch):

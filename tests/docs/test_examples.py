@@ -11,6 +11,7 @@ from PIL import Image
 
 from helpers import offline_pipelines
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
     "wan_t2v": ["--height", "64", "--width", "128", "--frames", "9"],
@@ -21,14 +22,6 @@ SCRIPTS = {
 }
 VIDEOS = {"wan_t2v", "wan_i2v", "fastest_wan"}
 CALLS = {name: 2 if name == "flux" else 2 * 2 for name in SCRIPTS}  # a step: layers, and guidance
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

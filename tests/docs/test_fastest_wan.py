@@ -13,19 +13,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from helpers import needs_diffusers, offline_pipelines
 
 needs_diffusers()
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fastest_wan.md").read_text()
 SIZE = ["--height", "64", "--width", "128", "--frames", "9", "--device", "cpu"]
 STEPS, LAYERS, FORWARDS = 8, 2, 2  # of the tiny pipeline; forwards a step, for guidance
 ALL = STEPS * LAYERS * FORWARDS
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

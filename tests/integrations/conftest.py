@@ -3,17 +3,13 @@
 import sys
 
 import pytest
-import torch
 
 from rainfusion.integrations import decider
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def everything_in_one_thread(one_thread):
+    pass
 
 
 @pytest.fixture(autouse=True)

@@ -75,9 +75,8 @@ def verify(
         stand_ins = None
         if compensate:
             skipped = mask.indices[b, h, row, int(mask.counts[b, h, row]) :].tolist()
-            stand_ins = _stand_ins(k[b, h // shared], v[b, h // shared], layout, skipped, k_size)
-            if spreads:
-                stand_ins = _weightier(stand_ins, k[b, h // shared], part[0], layout, skipped, k_size)
+            of_row = part[0] if spreads else None
+            stand_ins = _stand_ins(k[b, h // shared], v[b, h // shared], layout, skipped, k_size, of_row)
         exact.append(_attention_in_float64(*part, stand_ins))
         ours.append(out[b, h, queries].cpu().double())
         if allowed is None:
@@ -107,30 +106,26 @@ def _attention_in_float64(
 
 
 def _stand_ins(
-    k: Tensor, v: Tensor, layout: TokenLayout, blocks: list[int], size: int
+    k: Tensor, v: Tensor, layout: TokenLayout, blocks: list[int], size: int, q: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float64 [n, D], [n, D], [n]: mean key and value of each block [S, D], and how many tokens it has."""
+    """float64 [n, D], [n, D], [n]: mean key and value of each block [S, D], and how many tokens it counts for.
+
+    As many as it has; with the row's queries q for more, the farther keys are from their mean: see `prediction.spread`.
+    """
     tokens = [layout.order[block * size : (block + 1) * size] for block in blocks]
     empty = torch.zeros(0, k.shape[-1], dtype=torch.float64)
     means = [torch.stack([x[which].cpu().double().mean(0) for which in tokens]) if tokens else empty for x in (k, v)]
-    return means[0], means[1], torch.tensor([float(len(which)) for which in tokens], dtype=torch.float64)
+    number = torch.tensor([float(len(which)) for which in tokens], dtype=torch.float64)
+    if q is not None:
+        power = q[:: spread.EVERY].cpu().double().square().mean()
+        apart = [
+            (k[which].cpu().double() - mean).square().sum(-1) for which, mean in zip(tokens, means[0], strict=True)
+        ]
+        spreads = torch.tensor([float(distances.mean()) for distances in apart], dtype=torch.float64)
+        number = number * spread.gain(power, spreads, q.shape[-1] ** -0.5)
+    return means[0], means[1], number
 
 
 def _distance(ours: list[Tensor], exact: list[Tensor]) -> float:
     a, b = torch.cat(ours), torch.cat(exact)
     return float((a - b).norm() / b.norm())
-
-
-def _weightier(
-    stand_ins: tuple[Tensor, Tensor, Tensor], k: Tensor, q: Tensor, layout: TokenLayout, blocks: list[int], size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By how far keys are from their means, for queries of this size: see `prediction.spread`."""
-    power = float(q[:: spread.EVERY].double().square().mean())
-    tokens = [layout.order[block * size : (block + 1) * size] for block in blocks]
-    apart = [
-        k[which].cpu().double().sub(mean).square().sum(-1).mean()
-        for which, mean in zip(tokens, stand_ins[0], strict=True)
-    ]
-    spreads = torch.stack(apart) if apart else torch.zeros(0, dtype=torch.float64)
-    number = stand_ins[2] * spread.gain(torch.tensor(power), spreads, q.shape[-1] ** -0.5)
-    return stand_ins[0], stand_ins[1], number

@@ -16,12 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.layout import TokenLayout
+from rainfusion.options import Method
 from rainfusion.prediction.pooling import block_means
 from rainfusion.slabs import head_slabs
 
 EVERY = 8  # a query of so many is in the sample
 GAIN = 0.25  # of the variance, by which a mean counts for more
 _SLAB_BYTES = 64 * 2**20
+
+
+def means_dtype(method: Method, dtype: torch.dtype) -> torch.dtype:
+    """Of the means that rf_v2 predicts from. There are many of them here: their products are as those of tokens."""
+    return dtype if method.spreads and dtype.itemsize == 2 else torch.float32
 
 
 def of_keys(k: Tensor, layout: TokenLayout, keep: Tensor | None = None) -> Tensor:

@@ -39,8 +39,8 @@ def _rf_v2_scores(request: Request) -> Tensor:
     q_layout, k_layout, method = request.q_layout, request.k_layout, request.method
     q_parts, k_parts = method.q_parts, method.k_parts
     q_means, k_means = block_means(q, q_layout, None, q_parts), block_means(k, k_layout, keep, k_parts)
-    if method.spreads and q.dtype.itemsize == 2:  # products of means as of tokens
-        q_means, k_means = q_means.to(q.dtype).float(), k_means.to(q.dtype).float()
+    dtype = spread.means_dtype(method, q.dtype)
+    q_means, k_means = q_means.to(dtype).float(), k_means.to(dtype).float()
     q_means = q_means if shard is None else shard.in_place(q_means, q_parts)
     if q_parts == 1:
         live = None if keep is None else live_blocks(k_layout, keep)

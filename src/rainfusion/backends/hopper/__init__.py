@@ -18,6 +18,7 @@ from rainfusion.backends.protocol import Keys, Request, Scales, Speed
 from rainfusion.backends.triton import LOG2E, select
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
+from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import live_blocks
 
 __all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
@@ -125,7 +126,7 @@ def prepare(request: Request) -> Keys:
             means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
             FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
         )  # fmt: skip
-    dtype = triton.means_dtype(request)
+    dtype = spread.means_dtype(request.method, k.dtype)
     means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
 

@@ -106,7 +106,7 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     spare = stand_in_blocks(weights, layout.block_size)
     rows = (layout.num_blocks + spare) * layout.block_size
     k_out, v_out = (k.new_empty((batch, heads, rows, head_dim)) for _ in range(2))
-    dtype = means_dtype(request)
+    dtype = spread.means_dtype(request.method, k.dtype)
     means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=dtype) if parts == 1 else None
     spreads = new_spreads(request)
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
@@ -123,12 +123,6 @@ def prepare(request: Request, copy: bool = False) -> Keys:
 def pooled_parts(request: Request) -> int:
     """Means of a block that the keys are needed with; 0: none."""
     return request.method.k_parts if request.predicts and request.method.strategy == "rf_v2" else 0
-
-
-def means_dtype(request: Request) -> torch.dtype:
-    """With predictor="spread" products of means are as those of tokens, on twice as many parts and more."""
-    narrow = request.method.spreads and request.q.dtype.itemsize == 2
-    return request.q.dtype if narrow else torch.float32
 
 
 def block_means(
@@ -150,15 +144,15 @@ def new_spreads(request: Request) -> Tensor | None:
 
 def pooled_keys(request: Request) -> tuple[Tensor, Tensor | None]:
     """The means that a prediction wants, and spreads: with as many warps as `gather` has, and so the same bits."""
-    k, layout, keep, dtype = request.k, request.k_layout, request.keep, means_dtype(request)
-    parts, spreads = request.method.k_parts, new_spreads(request)
-    if spreads is None or parts > 1:
-        if spreads is not None:
-            _pool(k, layout, keep, layout.block_size, None, spreads)
-        return block_means(k, layout, keep, parts, dtype), spreads
-    means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype)
-    _pool(k, layout, keep, layout.block_size, means, spreads)
-    return means, spreads
+    k, layout, keep, parts = request.k, request.k_layout, request.keep, request.method.k_parts
+    dtype, spreads = spread.means_dtype(request.method, k.dtype), new_spreads(request)
+    if parts == 1:
+        means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype)
+        _pool(k, layout, keep, layout.block_size, means, spreads)
+        return means, spreads
+    if spreads is not None:
+        _pool(k, layout, keep, layout.block_size, None, spreads)
+    return block_means(k, layout, keep, parts, dtype), spreads
 
 
 def _pool(
@@ -178,7 +172,7 @@ def _pool(
 class _Means(NamedTuple):
     """What rf_v2's scores are found from."""
 
-    q: Tensor  # [B, H, NQ * q_parts, D], of `means_dtype`
+    q: Tensor  # [B, H, NQ * q_parts, D], of `spread.means_dtype`
     k: Tensor  # [B, Hk, NK * k_parts, D]
     live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
     spreads: Tensor | None  # fp32 [B, Hk, NK], with predictor="spread"
@@ -225,7 +219,8 @@ def scores(request: Request, keys: Keys | None) -> Tensor:
 
 def _means(request: Request, keys: Keys | None) -> _Means:
     method, keep = request.method, request.keep
-    q_means = block_means(request.q, request.q_layout, None, method.q_parts, means_dtype(request))
+    dtype = spread.means_dtype(method, request.q.dtype)
+    q_means = block_means(request.q, request.q_layout, None, method.q_parts, dtype)
     if keys is None or keys.means is None:
         k_means, spreads = pooled_keys(request)
     else:
