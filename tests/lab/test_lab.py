@@ -10,16 +10,18 @@ import torch
 import rainfusion
 from rainfusion.lab import data, model, pictures, sampling, training, weights
 from rainfusion.lab.model import Config, DiT
-from rainfusion.lab.training import Batch, Recipe, Trainer
+from rainfusion.lab.training import Batch, Phase, Recipe, Trainer
 from rainfusion.qualities import QUALITIES, Quality
 
 pytest.importorskip("safetensors")
 
-SMALL = Config(frames=5, size=32, patch=2, dim=64, depth=2, mlp=128)  # 5 x 16 x 16 tokens: 11 blocks with the text
+SMALL = Config(frames=17, size=32, patch=2, dim=64, depth=2, mlp=128)  # 5 x 16 x 16 tokens: 11 blocks with the text
 RECIPE = Recipe(
-    config=Config(frames=2, size=16, patch=4, dim=64, depth=2, mlp=128),
-    early=(Batch(1, 16, 3, 0.5), Batch(2, 16, 2, 0.5)),
-    late=(Batch(2, 16, 2, 1.0),),
+    config=Config(frames=5, size=16, patch=4, dim=64, depth=2, mlp=128),
+    phases=(
+        Phase(0.5, (Batch(1, 16, 3, 0.5), Batch(5, 16, 2, 0.5))),
+        Phase(0.5, (Batch(5, 16, 2, 0.5), Batch(5, 16, 2, 0.5, image=True))),
+    ),
     steps=8,
     warmup=2,
 )
@@ -49,7 +51,7 @@ def random_model(config, seed=0):
     torch.manual_seed(seed)
     made = DiT(config)
     with torch.no_grad():
-        for weight in (made.modulation.weight, made.last.weight, made.pixels.weight):
+        for weight in (made.modulation.weight, made.last.weight, made.first_pixels.weight, made.pixels.weight):
             weight.normal_(0, 0.05)
         for block in made.blocks:
             block.offset.normal_(0, 0.5)
@@ -78,9 +80,9 @@ def test_clips_are_in_range_and_use_it():
 @pytest.mark.parametrize(("motion", "dy", "dx"), [("right", 0, 1), ("up", -1, 0), ("down left", 1, -1)])
 def test_a_shape_moves_as_its_prompt_says(motion, dy, dx):
     hidden = ("ring", "green", "still", "top left", "still")
-    clip = clip_of("still", hidden, STILL, ("disc", "red", motion, "centre", "still"), frames=5)
-    first, last = (colour_centre(clip[:, f], "red") for f in (0, 4))
-    moved = 4 * data.SPEED * 64
+    clip = clip_of("still", hidden, STILL, ("disc", "red", motion, "centre", "still"), frames=33)
+    first, last = (colour_centre(clip[:, f], "red") for f in (0, 32))
+    moved = 32 * data.SPEED * 64
     assert last[0] - first[0] == pytest.approx(dy * moved, abs=1.0)
     assert last[1] - first[1] == pytest.approx(dx * moved, abs=1.0)
 
@@ -96,27 +98,27 @@ def test_a_shape_starts_where_its_prompt_says():
 
 def test_the_background_pans_as_its_prompt_says():
     hidden = ("ring", "green", "still", "centre", "still")
-    clip = clip_of("right", hidden, hidden, hidden, frames=2)
-    pixels = round(64 * data.PAN)
+    clip = clip_of("right", hidden, hidden, hidden, frames=6)
+    pixels = round(64 * 5 * data.PAN)
     rows = slice(0, 12)  # above the shapes
-    assert torch.allclose(clip[:, 1, rows, pixels:], clip[:, 0, rows, :-pixels], atol=1e-4)
-    assert not torch.allclose(clip[:, 1, rows], clip[:, 0, rows], atol=1e-2)
+    assert pixels == 2 and torch.allclose(clip[:, 5, rows, pixels:], clip[:, 0, rows, :-pixels], atol=1e-4)
+    assert not torch.allclose(clip[:, 5, rows], clip[:, 0, rows], atol=1e-2)
 
 
 def test_a_clockwise_turn_is_clockwise():
     """The picture of a later frame, turned back around the shape, is that of the first."""
     square = ("square", "red", "still", "centre", "clockwise")
-    clip = clip_of("still", STILL, STILL, square, frames=4)
+    clip = clip_of("still", STILL, STILL, square, frames=13)
     y, x = colour_centre(clip[:, 0], "red")
 
     def turned(angle):
         """The colours on a circle in the shape, read from a bearing (clockwise from the right) on."""
         bearing = torch.arange(360).deg2rad() + angle
         rows, columns = (y + 6 * bearing.sin()).round().long(), (x + 6 * bearing.cos()).round().long()
-        return clip[:, 0, rows, columns], clip[:, 3, rows, columns]
+        return clip[:, 0, rows, columns], clip[:, 12, rows, columns]
 
     first, _ = turned(0.0)
-    errors = {way: (first - turned(way * 3 * data.TURN)[1]).abs().mean() for way in (-1, 0, 1)}
+    errors = {way: (first - turned(way * 12 * data.TURN)[1]).abs().mean() for way in (-1, 0, 1)}
     assert errors[1] < 0.5 * errors[0] and errors[1] < 0.5 * errors[-1]
 
 
@@ -179,12 +181,17 @@ def test_a_coarse_grid_spans_the_same_positions_as_a_fine_one():
     assert torch.allclose(fine.unflatten(1, (4, 2)).unflatten(3, (4, 2)).mean((2, 4)), coarse)
 
 
-def test_patches_round_trip():
-    clips = torch.randn(2, 3, 3, 8, 12)
-    patches, grid = model.to_patches(clips, 2)
-    assert patches.shape == (2, 3 * 4 * 6, 12) and grid == (3, 4, 6)
-    assert torch.equal(patches[0, 1], clips[0, :, 0, :2, 2:4].flatten())  # the second patch of the first row
-    assert torch.equal(model.from_patches(patches, grid, 2), clips)
+def test_patches_round_trip_and_the_first_frame_is_alone():
+    clips = torch.randn(2, 3, 9, 8, 12)
+    first, others, grid = model.to_patches(clips, 2, 4)
+    assert first.shape == (2, 4 * 6, 12) and others.shape == (2, 2 * 4 * 6, 48) and grid == (3, 4, 6)
+    assert torch.equal(first[0, 1], clips[0, :, 0, :2, 2:4].flatten())  # the second patch of the first row
+    assert torch.equal(others[0, 24 + 1], clips[0, :, 5:9, :2, 2:4].flatten())
+    assert torch.equal(model.from_patches(first, others, grid, 2), clips)
+    image = clips[:, :, :1]
+    first, others, grid = model.to_patches(image, 2, 4)
+    assert others.shape == (2, 0, 48) and grid == (1, 4, 6)
+    assert torch.equal(model.from_patches(first, others, grid, 2), image)
 
 
 def test_attention_is_told_where_it_is_called():
@@ -202,11 +209,33 @@ def test_attention_is_told_where_it_is_called():
 
 def test_the_prompt_reaches_the_picture_through_attention():
     made, prompts = random_model(SMALL), data.random_prompts(2, generator())
-    clips, time = torch.randn(1, 3, 5, 32, 32), torch.tensor([0.5])
+    clips, time = torch.randn(1, 3, 17, 32, 32), torch.tensor([0.5])
     first, second = (made(clips, time, prompt[None]) for prompt in prompts)
     assert not torch.allclose(first, second, atol=1e-4)
     blind = [made(clips, time, prompt[None], lambda q, k, v, place: torch.zeros_like(q)) for prompt in prompts]
     assert torch.equal(*blind)
+
+
+def test_an_image_reaches_the_first_frame_itself_and_the_others_through_attention():
+    made, prompts = random_model(SMALL), data.random_prompts(1, generator())
+    clips, time = torch.randn(1, 3, 17, 32, 32), torch.tensor([0.5])
+    images = [None, *torch.randn(2, 1, 3, 32, 32)]
+    seen = [made(clips, time, prompts, image=image) for image in images]
+    blind = [made(clips, time, prompts, lambda q, k, v, place: torch.zeros_like(q), image=image) for image in images]
+    for i, j in ((0, 1), (1, 2)):
+        for frames in (slice(0, 1), slice(1, None)):
+            assert not torch.allclose(seen[i][:, :, frames], seen[j][:, :, frames], atol=1e-4)
+        assert not torch.allclose(blind[i][:, :, :1], blind[j][:, :, :1], atol=1e-4)
+        assert torch.equal(blind[i][:, :, 1:], blind[j][:, :, 1:])
+
+
+def test_images_are_first_frames_that_do_not_depend_on_their_batch():
+    prompts = data.random_prompts(3, generator())
+    drawn = data.images(prompts, 32, seed=4)
+    assert drawn.shape == (3, 3, 32, 32) and drawn.min() >= 0 and drawn.max() <= 1
+    assert torch.equal(drawn[2:], data.images(prompts[2:], 32, seed=6))
+    clip = data.render(prompts[:1], 5, 32, 32, generator(4))
+    torch.testing.assert_close(drawn[:1], clip[:, :, 0] / 2 + 0.5, atol=1e-5, rtol=0)
 
 
 def test_wrong_sizes_are_refused():
@@ -214,6 +243,8 @@ def test_wrong_sizes_are_refused():
         Config(dim=100)
     with pytest.raises(ValueError, match="size must be a multiple of patch 4, got 30"):
         Config(size=30, patch=4)
+    with pytest.raises(ValueError, match="frames must be 1 and a multiple of together 4, got 8"):
+        Config(frames=8)
 
 
 # sampling
@@ -226,7 +257,7 @@ def test_sparsity_zero_gives_the_dense_sample_bit_for_bit_and_half_a_little_else
         return sampling.sample(made, prompts, attention=attention, steps=4)
 
     full = sample(model.dense)
-    assert full.shape == (1, 3, 5, 32, 32) and full.min() >= 0 and full.max() <= 1
+    assert full.shape == (1, 3, 17, 32, 32) and full.min() >= 0 and full.max() <= 1
     assert torch.equal(full, sample(model.dense))
     assert torch.equal(full, sample(model.sparse(0.0)))
     error = (full - sample(model.sparse(0.5))).square().mean().sqrt()
@@ -282,6 +313,14 @@ def test_a_clip_does_not_depend_on_its_batch_and_guidance_one_is_the_prompt_alon
         (dict(size=0), "size must be a multiple of 2, the side of this model's patches, got 0; try 2"),
         (dict(size=-4), "size must be a multiple of 2, the side of this model's patches, got -4; try 2"),
         (dict(frames=0), "frames must be at least 1, got 0"),
+        (
+            dict(frames=16),
+            "frames must be 1 and a multiple of 4, since later tokens have so many frames, got 16; try 13 or 17",
+        ),
+        (
+            dict(image=torch.zeros(2, 3, 32, 32)),
+            r"image must be one picture for each prompt, \[1, 3, 32, 32\], got \[2, 3, 32, 32\]",
+        ),
         (dict(steps=0), "steps must be at least 1, got 0"),
         (dict(guidance=math.nan), "guidance must be a finite number, got nan"),
     ],
@@ -348,17 +387,23 @@ def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 def test_batches_come_in_their_shares_and_phases():
     recipe = Recipe()
-    assert recipe.batch(0).size in {kind.size for kind in recipe.early}
-    for kinds, steps in [(recipe.early, range(4000)), (recipe.late, range(4000, 8000))]:
-        for kind in kinds:
+    assert sum(phase.share for phase in recipe.phases) == pytest.approx(1)
+    begin = 0.0
+    for phase in recipe.phases:
+        end = begin + phase.share * recipe.steps
+        steps = range(math.ceil(begin), math.ceil(end - 1e-6))
+        for kind in phase.kinds:
             share = sum(recipe.batch(step) == kind for step in steps) / len(steps)
             assert share == pytest.approx(kind.share, abs=0.01)
+        begin = end
 
 
 def test_the_learning_rate_rises_and_ends_at_nothing():
     recipe = Recipe()
     rates = [recipe.learning_rate(step) for step in range(recipe.steps + 1)]
     assert rates[0] < recipe.rate / 100 and max(rates) == recipe.rate and rates[-1] < 1e-6 * recipe.rate
+    assert rates[recipe.steps // 2] == recipe.rate
+    assert rates[3 * recipe.steps // 4] == pytest.approx(recipe.rate / 2)
 
 
 def test_a_recipe_survives_json():
@@ -379,7 +424,7 @@ def test_the_command_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
     assert "has another recipe: python -m rainfusion.lab.training --size tiny --steps 8" in capsys.readouterr().err
     assert training.main([*command, "--resume", "--export", str(export)]) == 0
     printed = capsys.readouterr().out
-    assert "step 8/8  loss 2x16x16" in printed and weights.digest(export) in printed
+    assert "step 8/8  loss 5x16x16" in printed and weights.digest(export) in printed
     notes = weights.about(export)
     assert notes["step"] == "8" and float(notes["loss"]) < 2
     assert "--size tiny --steps 8" in notes["command"] and str(tmp_path) not in "".join(notes.values())

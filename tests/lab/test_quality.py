@@ -20,7 +20,7 @@ from rainfusion.lab.model import Config, Place
 
 pytest.importorskip("safetensors")
 
-TINY = Config(frames=5, size=32, patch=2, dim=64, depth=2, mlp=128)  # 5 x 16 x 16 tokens and text: 11 blocks
+TINY = Config(frames=17, size=32, patch=2, dim=64, depth=2, mlp=128)  # 5 x 16 x 16 tokens and text: 11 blocks
 PLACE = Place(1, 0, (3, 8, 16), 20)  # 404 tokens: 4 blocks, of which 2 hold no text and no first frame
 TOKENS = 404
 

@@ -24,7 +24,7 @@ examples:
   rainfusion demo --sparsity 0.9 --dense-steps 0 --prompt 'background up; red disc, from left, right;
     blue square, from top, down, clockwise; white star, from bottom right, up left'"""
 
-_QUICK = dict(steps=2, dense_steps=0, frames=3, size=32)
+_QUICK = dict(steps=2, dense_steps=0, frames=9, size=36)
 
 
 def add(commands: Commands) -> None:
@@ -46,11 +46,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="default: 10")
     parser.add_argument("--dense-steps", type=int, metavar="N", help="the first N steps dense (default: 2)")
     parser.add_argument("--guidance", type=float, default=1.0, help="above 1 takes twice as long (default: 1)")
-    parser.add_argument("--frames", type=int, help="default: the model's own, 9")
-    parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 64)")
+    parser.add_argument("--frames", type=int, help="default: the model's own, 81")
+    parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 72)")
     parser.add_argument("--weights", type=Path, metavar="FILE", help=arguments.WEIGHTS)
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
-    parser.add_argument("--quick", action="store_true", help="2 steps, 3 frames, 32 pixels: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="2 steps, 9 frames, 36 pixels: to see that it works")
     anew = "no picture was written, and the same command starts anew; --quick takes seconds"
     parser.set_defaults(run=run, needs=lambda args: ["safetensors", "PIL"], interrupted=lambda args: anew)
 

@@ -19,12 +19,13 @@ The model is small and its videos are synthetic: the order of methods says more 
 _EXAMPLES = """\
 examples:
   rainfusion quality --quick --methods 4x4x8 oracle random
-  rainfusion quality --densities 0.2 0.3 0.4 --nominal 0.8 --prompts 32 --out quality --sheet
+  rainfusion quality --densities 0.1 0.2 0.3 --nominal 0.8 --prompts 32 --out quality --sheet
+  rainfusion quality --image --densities 0.2 --out from_images   # image-to-video
   rainfusion quality --densities 0.3 --methods rf_v2 --out quality --resume   # adds what is missing
   rainfusion quality --show quality   # the table and the picture once more"""
 
-_DEFAULTS: dict[str, Any] = dict(prompts=16, steps=24, size=None)  # a size of None is the model's own
-_QUICK: dict[str, Any] = dict(prompts=2, steps=6, size=32)
+_DEFAULTS: dict[str, Any] = dict(prompts=16, steps=24, frames=None, size=None)  # None is the model's own
+_QUICK: dict[str, Any] = dict(prompts=2, steps=6, frames=17, size=36)
 
 
 def add(commands: Commands) -> None:
@@ -59,7 +60,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--frames", type=int, help="default: the model's own")
     how.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own)")
     how.add_argument("--dense-steps", type=int, default=0, metavar="N", help="the first N steps dense (default: 0)")
-    how.add_argument("--quick", action="store_true", help="2 prompts, 6 steps, 32 pixels: minutes on a CPU")
+    how.add_argument("--image", action="store_true", help="begin each clip with an image, as image-to-video does")
+    how.add_argument("--quick", action="store_true", help="2 prompts, 6 steps, 17 frames, 36 pixels: minutes on a CPU")
     how.add_argument("--seed", type=int, default=0, help="of prompts and noise (default: 0)")
     how.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     how.add_argument("--backend", choices=backends.NAMES, help="default: the fastest of the device")
@@ -104,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         nominal=args.nominal,
         **counts,
         guidance=args.guidance,
-        frames=args.frames,
         dense_steps=args.dense_steps,
+        image=args.image,
         methods=chosen,
         backend=args.backend,
         weights=args.weights,

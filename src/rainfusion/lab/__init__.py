@@ -14,9 +14,10 @@ methods   ours and theirs as rows of data, each as an attention: `rainfusion qua
     prompts = lab.random_prompts(4, torch.Generator().manual_seed(0))
     full = lab.sample(model, prompts)
     fast = lab.sample(model, prompts, attention=lab.sparse(sparsity=0.8))
+    moved = lab.sample(model, prompts, image=lab.images(prompts, model.config.size))
 """
 
-from rainfusion.lab.data import describe, encode, parse, random_prompts
+from rainfusion.lab.data import describe, encode, images, parse, random_prompts
 from rainfusion.lab.model import Attention, Config, DiT, Place, dense, sparse
 from rainfusion.lab.sampling import sample
 from rainfusion.lab.weights import load
@@ -29,6 +30,7 @@ __all__ = [
     "dense",
     "describe",
     "encode",
+    "images",
     "load",
     "parse",
     "random_prompts",

@@ -47,9 +47,9 @@ TEXT_TOKENS = len(FIELDS)
 EMPTY = 0  # the token that says nothing
 VOCABULARY = 1 + sum(len(words) for words in WORDS.values())
 
-PAN = 1 / 32  # how far the background moves in a frame
-SPEED = 1 / 20  # how far a shape moves in a frame
-TURN = math.radians(12)  # how far a shape turns in a frame
+PAN = 1 / 160  # how far the background moves in a frame: half a picture in 81
+SPEED = 1 / 150  # how far a shape moves in a frame: from one side to the other in 81
+TURN = math.radians(3)  # how far a shape turns in a frame
 SPACING = 0.27  # the distance between neighbouring places
 OUTLINE = 0.022
 EDGE = 1.5  # pixels over which an edge fades
@@ -145,6 +145,18 @@ def render(prompts: Tensor, frames: int, height: int, width: int, generator: tor
     for i in range(SHAPES):  # shapes are painted from back to front
         picture = torch.lerp(picture, colours[:, i], cover[:, i])
     return picture.clamp(-1, 1)
+
+
+def images(prompts: Tensor, size: int, seed: int = 0) -> Tensor:
+    """Prompts [B, 16] -> pictures to begin with, [B, 3, size, size] in [0, 1] on the CPU.
+
+    Each has a seed of its own, the next the next: it is the same whatever else is in its batch.
+    """
+    drawn = [
+        render(prompt[None].cpu(), 1, size, size, torch.Generator().manual_seed(seed + i))[0, :, 0]
+        for i, prompt in enumerate(prompts)
+    ]
+    return torch.stack(drawn) / 2 + 0.5
 
 
 def batch(count: int, frames: int, height: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,7 @@ def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     """Makes first calls, unmeasured: they import and compile. On GPUs in full size, since kernels are for one shape."""
     once = replace(plan, steps=1, dense_steps=0)
     if plan.device.type == "cpu":
-        once = replace(once, frames=2, size=32)
+        once = replace(once, frames=1 + model.config.together, size=12 * model.config.patch)
     for attention in (lab.dense, once.sparse()):
         _sample(once, model, prompt, attention)
 
@@ -164,7 +164,7 @@ def _sample(
 def _introduce(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
     config = model.config
     frames, size = config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
-    tokens = config.text + frames * (size // config.patch) ** 2
+    tokens = config.text + math.prod(config.grid(frames, size))
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     where = f"cpu with {torch.get_num_threads()} threads" if plan.device.type == "cpu" else str(plan.device)
     print(f"A video DiT of {millions:.1f} M parameters draws {frames} frames of {size}x{size} pixels, {tokens} tokens,")

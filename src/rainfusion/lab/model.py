@@ -1,10 +1,12 @@
 """A plain DiT over text and patches, small enough to keep and deep enough to need its attention.
 
-    x = [text, patches]                                            [B, S, dim]
+    x = [text, patches of the first frame, patches of four frames each]     [B, S, dim]
     q, k, v = heads(modulate(norm(x)))                             [B, N, S, 64], q and k normed, then rotated
     x = x + gate * out(attention(q, k, v, Place(...)))
     x = x + gate * mlp(modulate(norm(x)))
 
+Time is cut as the VAEs of video models cut it: the first frame is alone in its tokens, later tokens have four frames.
+An image to begin with is added to the tokens of the first frame, which is noise like the others.
 Attention is whatever the caller passes in. It is never compiled with the rest, and is told where it is called.
 """
 
@@ -110,9 +112,10 @@ def arguments_at(place: Place) -> dict[str, Any]:
 class Config:
     """Sizes of a model and of the clips that it is for."""
 
-    frames: int = 9
-    size: int = 64  # height and width in pixels
-    patch: int = 2  # height and width of a patch in pixels
+    frames: int = 81
+    size: int = 72  # height and width in pixels
+    patch: int = 3  # height and width of a patch in pixels
+    together: int = 4  # frames that share their tokens, but for the first, which is alone
     dim: int = 256
     depth: int = 8
     mlp: int = 1024
@@ -124,6 +127,8 @@ class Config:
             raise ValueError(f"dim must be a multiple of {HEAD_DIM}, got {self.dim}")
         if self.size % self.patch:
             raise ValueError(f"size must be a multiple of patch {self.patch}, got {self.size}")
+        if self.frames < 1 or (self.frames - 1) % self.together:
+            raise ValueError(f"frames must be 1 and a multiple of together {self.together}, got {self.frames}")
 
     def clip_size(
         self, frames: int | None, size: int | None, *, names: tuple[str, str] = ("frames", "size")
@@ -135,6 +140,12 @@ class Config:
         frames, size = self.frames if frames is None else frames, self.size if size is None else size
         if frames < 1:
             raise ValueError(f"{names[0]} must be at least 1, got {frames}")
+        if (frames - 1) % self.together:
+            before = frames - (frames - 1) % self.together
+            raise ValueError(
+                f"{names[0]} must be 1 and a multiple of {self.together}, since later tokens have so many frames, "
+                f"got {frames}; try {before} or {before + self.together}"
+            )
         if size < 1 or size % self.patch:
             below, above = size // self.patch * self.patch, (size // self.patch + 1) * self.patch
             near = f"{below} or {above}" if below > 0 else str(max(above, self.patch))
@@ -151,8 +162,12 @@ class Config:
 
     @property
     def channels(self) -> int:
-        """How many numbers a patch has."""
+        """How many numbers a patch of one frame has."""
         return 3 * self.patch**2
+
+    def grid(self, frames: int, size: int) -> Grid:
+        """The tokens of a clip, (t, h, w)."""
+        return 1 + (frames - 1) // self.together, size // self.patch, size // self.patch
 
 
 class Block(nn.Module):
@@ -235,7 +250,9 @@ class DiT(nn.Module):
         super().__init__()
         self.config = config
         dim = config.dim
-        self.patches = nn.Linear(config.channels, dim)
+        self.first = nn.Linear(config.channels, dim)
+        self.image = nn.Linear(config.channels, dim)  # its bias says that there is one
+        self.patches = nn.Linear(config.together * config.channels, dim)
         self.places = nn.Linear(HEAD_DIM, dim, bias=False)  # prompts name places, and without this they are learnt late
         self.words = nn.Embedding(config.vocabulary, dim)
         self.slots = nn.Parameter(0.3 * torch.randn(config.text, dim))
@@ -244,8 +261,9 @@ class DiT(nn.Module):
         self.modulation = nn.Linear(dim, 6 * dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.last = nn.Linear(dim, 2 * dim)
-        self.pixels = nn.Linear(dim, config.channels)
-        for layer in (self.modulation, self.last, self.pixels):  # every layer starts as the identity
+        self.first_pixels = nn.Linear(dim, config.channels)
+        self.pixels = nn.Linear(dim, config.together * config.channels)
+        for layer in (self.modulation, self.last, self.first_pixels, self.pixels):  # every layer starts as the identity
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         self._enter, self._leave = enter, leave
@@ -256,22 +274,33 @@ class DiT(nn.Module):
         self._leave = torch.compile(leave, dynamic=False)
 
     def forward(
-        self, clips: Tensor, time: Tensor, prompts: Tensor, attention: Attention = dense, step: int = 0
+        self,
+        clips: Tensor,
+        time: Tensor,
+        prompts: Tensor,
+        attention: Attention = dense,
+        step: int = 0,
+        image: Tensor | None = None,
     ) -> Tensor:
-        """clips [B, 3, T, H, W], time [B], prompts [B, text] -> velocity [B, 3, T, H, W]."""
+        """clips [B, 3, T, H, W], time [B], prompts [B, text], image [B, 3, H, W] -> velocity [B, 3, T, H, W]."""
         config = self.config
-        patches, grid = to_patches(clips, config.patch)
+        first, patches, grid = to_patches(clips, config.patch, config.together)
         rotation = grid_rotation(grid, config.size // config.patch, config.text, clips.device)
         places = self.places(torch.cat(rotation, -1)[config.text :])  # [t*h*w, dim]
-        x = torch.cat([self.words(prompts) + self.slots, self.patches(patches) + places], 1)
+        begin = self.first(first)
+        if image is not None:
+            begin = begin + self.image(to_patches(image[:, :, None], config.patch, config.together)[0])
+        x = torch.cat([begin, self.patches(patches)], 1) + places
+        x = torch.cat([self.words(prompts) + self.slots, x], 1)
         condition = self.time(time_waves(time))
         modulation = self.modulation(condition).unflatten(-1, (6, -1))
         for layer, block in enumerate(cast("Iterable[Block]", self.blocks)):
             q, k, v = self._enter(block, x, modulation, rotation)
             out = attention(q, k, v, Place(layer, step, grid, config.text))
             x = self._leave(block, x, out, modulation)
-        shift, scale = self.last(condition).chunk(2, -1)
-        return from_patches(self.pixels(modulate(x[:, config.text :], shift, scale)), grid, config.patch)
+        x = modulate(x[:, config.text :], *self.last(condition).chunk(2, -1))
+        ahead = grid[1] * grid[2]
+        return from_patches(self.first_pixels(x[:, :ahead]), self.pixels(x[:, ahead:]), grid, config.patch)
 
 
 def time_waves(time: Tensor) -> Tensor:
@@ -281,14 +310,31 @@ def time_waves(time: Tensor) -> Tensor:
     return torch.cat([phase.cos(), phase.sin()], -1)
 
 
-def to_patches(clips: Tensor, patch: int) -> tuple[Tensor, Grid]:
-    """Clips [B, 3, T, H, W] -> patches [B, t*h*w, 3 * patch^2] and their grid (t, h, w)."""
-    x = clips.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # [B, 3, T, h, p, w, p]
-    t, h, w = x.shape[2], x.shape[3], x.shape[5]
-    return x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3), (t, h, w)
+def to_patches(clips: Tensor, patch: int, together: int) -> tuple[Tensor, Tensor, Grid]:
+    """Clips [B, 3, T, H, W] -> patches of the first frame [B, h*w, 3 * patch^2], those of the others, which have
+    `together` frames each [B, (t-1)*h*w, 3 * together * patch^2], and the grid (t, h, w) of both."""
+    first, others = _cut(clips[:, :, :1], patch, 1), _cut(clips[:, :, 1:], patch, together)
+    grid = (1 + others.shape[1], *first.shape[2:4])
+    return first.flatten(4).flatten(1, 3), others.flatten(4).flatten(1, 3), cast(Grid, grid)
 
 
-def from_patches(patches: Tensor, grid: Grid, patch: int) -> Tensor:
-    """Patches [B, t*h*w, 3 * patch^2] -> clips [B, 3, T, H, W]."""
-    x: Tensor = patches.unflatten(2, (3, patch, patch)).unflatten(1, grid)  # [B, t, h, w, 3, p, p]
-    return x.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)
+def _cut(clips: Tensor, patch: int, together: int) -> Tensor:
+    """[B, 3, T, H, W] -> [B, t, h, w, 3, together, patch, patch]"""
+    _, _, frames, height, width = clips.shape
+    x = clips.unflatten(4, (width // patch, patch)).unflatten(3, (height // patch, patch))
+    cut: Tensor = x.unflatten(2, (frames // together, together)).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    return cut
+
+
+def from_patches(first: Tensor, others: Tensor, grid: Grid, patch: int) -> Tensor:
+    """What `to_patches` was given: clips [B, 3, T, H, W]."""
+    t, h, w = grid
+    return torch.cat([_join(first, (1, h, w), patch), _join(others, (t - 1, h, w), patch)], 2)
+
+
+def _join(patches: Tensor, grid: Grid, patch: int) -> Tensor:
+    """[B, t*h*w, 3 * together * patch^2] -> [B, 3, T, H, W]"""
+    together = patches.shape[2] // (3 * patch**2)
+    x = patches.unflatten(2, (3, together, patch, patch)).unflatten(1, grid)
+    joined: Tensor = x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3)
+    return joined

@@ -59,6 +59,7 @@ class Plan:
     frames: int | None = None  # None stands for the model's own, here and for the size
     size: int | None = None
     dense_steps: int = 0
+    image: bool = False  # whether clips begin with a given image
     methods: Sequence[Candidate] = methods.METHODS
     backend: str | None = None  # None stands for the fastest of the device
     weights: Path | None = None  # None stands for those of the repository
@@ -150,7 +151,8 @@ class Study:
         self.model, self.plan = model, plan
         self.frames, self.size = model.config.clip_size(plan.frames, plan.size, names=("--frames", "--size"))
         self.prompts = lab.random_prompts(plan.prompts, torch.Generator().manual_seed(plan.seed))
-        self.calls = capture(model, self.prompts[:1], plan, self.frames, self.size)
+        self.images = lab.images(self.prompts, self.size, plan.seed) if plan.image else None
+        self.calls = self._capture()
         self.backend = plan.backend or fastest(self.calls[0])
         self._warm_up(dense)
         start = time.perf_counter()
@@ -238,18 +240,33 @@ class Study:
     def _batches(self) -> range:
         return range(0, len(self.prompts), BATCH)
 
-    def _sample(self, attention: lab.Attention, first: int, steps: int | None = None) -> Tensor:
+    def _sample(self, attention: lab.Attention, first: int, steps: int | None = None, count: int = BATCH) -> Tensor:
         """Samples a batch and returns it on the CPU, so that the device has finished."""
+        here = slice(first, first + count)
         return lab.sample(
             self.model,
-            self.prompts[first : first + BATCH],
+            self.prompts[here],
             attention=attention,
             steps=self.plan.steps if steps is None else steps,
             guidance=self.plan.guidance,
             seed=self.plan.seed + first,
             frames=self.frames,
             size=self.size,
+            image=None if self.images is None else self.images[here],
         ).cpu()
+
+    def _capture(self) -> list[Call]:
+        """The attention calls of all layers, in a few steps of a dense sample."""
+        steps = spread(range(self.plan.dense_steps, self.plan.steps), CAPTURED)
+        calls = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+            if place.step in steps:
+                calls.append(Call(q, k, v, place))
+            return dense(q, k, v, place)
+
+        self._sample(attend, 0, count=1)
+        return calls
 
     def _warm_up(self, attention: lab.Attention) -> None:
         """Makes a first step, which compiles kernels and fills caches; on a CPU there are none."""
@@ -263,29 +280,6 @@ class Study:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # equal density
-
-
-def capture(model: DiT, prompts: Tensor, plan: Plan, frames: int, size: int) -> list[Call]:
-    """The attention calls of all layers, in a few steps of a dense sample."""
-    steps = spread(range(plan.dense_steps, plan.steps), CAPTURED)
-    calls = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        if place.step in steps:
-            calls.append(Call(q, k, v, place))
-        return dense(q, k, v, place)
-
-    lab.sample(
-        model,
-        prompts,
-        attention=attend,
-        steps=plan.steps,
-        guidance=plan.guidance,
-        seed=plan.seed,
-        frames=frames,
-        size=size,
-    )
-    return calls
 
 
 def spread(numbers: range, count: int) -> list[int]:
@@ -341,6 +335,7 @@ def _begin(study: Study) -> Comparison:
         frames=study.frames,
         size=study.size,
         dense_steps=plan.dense_steps,
+        image=plan.image,
         seed=plan.seed,
         backend=study.backend,
         device=device_name(plan.device),
@@ -383,6 +378,7 @@ def _command(plan: Plan, study: Study) -> str:
     words += [f"--nominal {plan.nominal:g}"] if plan.nominal is not None else []
     words += [f"--prompts {plan.prompts} --steps {plan.steps} --guidance {plan.guidance:g}"]
     words += [f"--frames {study.frames} --size {study.size} --dense-steps {plan.dense_steps}"]
+    words += ["--image"] if plan.image else []
     return " ".join([*words, f"--device {plan.device.type} --backend {study.backend} --seed {plan.seed}"])
 
 

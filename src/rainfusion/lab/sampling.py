@@ -13,7 +13,7 @@ from torch import Tensor
 from rainfusion.lab.data import EMPTY
 from rainfusion.lab.model import Attention, DiT, Place, dense
 
-SHIFT = 2.0  # moves times towards the noise
+SHIFT = 3.0  # moves times towards the noise
 STEPS = 24
 
 
@@ -41,6 +41,7 @@ def sample(
     frames: int | None = None,
     size: int | None = None,
     shift: float = SHIFT,
+    image: Tensor | None = None,
 ) -> Tensor:
     """Prompts [B, text] -> clips [B, 3, T, H, W] in [0, 1], fp32.
 
@@ -50,6 +51,7 @@ def sample(
         seed: of the noise of the first clip; the next has the next.
         frames, size: of the clips, the model's own by default; one frame is an image.
         shift: of the times, above 1 for more steps near the noise.
+        image: [B, 3, size, size] in [0, 1], what the clips begin with; `lab.images` draws some. None: text alone.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -59,25 +61,38 @@ def sample(
     device = model.patches.weight.device
     x = noise(len(prompts), (3, frames, size, size), seed).to(device)
     prompts, schedule = prompts.to(device), times(steps, shift).tolist()
+    if image is not None:
+        wanted = (len(prompts), 3, size, size)
+        if image.shape != wanted:
+            raise ValueError(f"image must be one picture for each prompt, {list(wanted)}, got {list(image.shape)}")
+        image = 2 * image.to(device) - 1
 
     def attend(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         return attention(q, k, v, place._replace(steps=steps))
 
     for step in range(steps):
         now, then = schedule[step : step + 2]
-        x = x + (then - now) * _velocity(model, x, now, prompts, attend, step, guidance)
+        x = x + (then - now) * _velocity(model, x, now, prompts, image, attend, step, guidance)
     return (x / 2 + 0.5).clamp(0, 1)
 
 
 def _velocity(
-    model: DiT, x: Tensor, time: float, prompts: Tensor, attention: Attention, step: int, guidance: float
+    model: DiT,
+    x: Tensor,
+    time: float,
+    prompts: Tensor,
+    image: Tensor | None,
+    attention: Attention,
+    step: int,
+    guidance: float,
 ) -> Tensor:
     """The velocity of clips, both branches of guidance in one batch; in bf16 on GPUs."""
     guided = guidance != 1.0
     if guided:
         x, prompts = torch.cat([x, x]), torch.cat([prompts, torch.full_like(prompts, EMPTY)])
+        image = None if image is None else torch.cat([image, image])
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type != "cpu"):
-        v: Tensor = model(x, x.new_full((len(x),), time), prompts, attention, step).float()
+        v: Tensor = model(x, x.new_full((len(x),), time), prompts, attention, step, image).float()
     if not guided:
         return v
     with_prompt, without = v.chunk(2)

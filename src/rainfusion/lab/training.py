@@ -40,33 +40,62 @@ class Batch:
     size: int  # height and width in pixels
     count: int
     share: float  # the share of steps that have such a batch
+    image: bool = False  # whether the model is given the first frame
 
     def __str__(self) -> str:
-        return f"{self.frames}x{self.size}x{self.size}"
+        return f"{self.frames}x{self.size}x{self.size}" + (" from an image" if self.image else "")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the training, and the batches that take turns in it."""
+
+    share: float  # the share of all steps
+    kinds: tuple[Batch, ...]
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Phase:
+        """The phase that `dataclasses.asdict` was called on."""
+        return cls(fields["share"], tuple(Batch(**kind) for kind in fields["kinds"]))
+
+
+def _videos(frames: int, size: int, count: int, images: int) -> tuple[Batch, ...]:
+    """Batches of pictures, of videos from text, and of videos from text and an image."""
+    return (
+        Batch(1, size, images, 0.1),
+        Batch(frames, size, count, 0.5),
+        Batch(frames, size, count, 0.4, image=True),
+    )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train and how; the same recipe gives the same model."""
+    """What to train and how; the same recipe gives the same model.
+
+    Attention takes most of the time, and most of that in the last phase: what moves where is learnt in small pictures.
+    """
 
     config: Config = field(default_factory=Config)
-    early: tuple[Batch, ...] = (Batch(1, 64, 128, 0.2), Batch(9, 32, 64, 0.8))
-    late: tuple[Batch, ...] = (Batch(1, 64, 128, 0.15), Batch(9, 64, 16, 0.85))
-    early_share: float = 0.5  # the share of steps that have early batches, before the late ones
+    phases: tuple[Phase, ...] = (
+        Phase(0.48, _videos(81, 24, 48, 128)),
+        Phase(0.34, _videos(81, 36, 32, 128)),
+        Phase(0.18, _videos(81, 72, 8, 64)),
+    )
     steps: int = 8000
     rate: float = 2e-3  # the highest learning rate
     warmup: int = 200
     decay: float = 0.01  # weight decay of matrices
+    muon: bool = True  # for the matrices of layers; AdamW has the rest, or all of them
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = 1.0  # the largest norm of a gradient
     ema: float = 0.999
     no_prompt: float = 0.1  # the share of clips that the model sees without their prompt
-    shift: float = 2.0  # moves times towards the noise
+    shift: float = 3.0  # moves times towards the noise
     seed: int = 0
 
     def batch(self, step: int) -> Batch:
         """The kind of batch of a step; kinds follow one another in their shares."""
-        kinds = self.early if step < self.early_share * self.steps else self.late
+        kinds = self.phase(step).kinds
         point = step * GOLDEN % 1 * sum(kind.share for kind in kinds)
         for kind in kinds[:-1]:
             if point < kind.share:
@@ -74,11 +103,18 @@ class Recipe:
             point -= kind.share
         return kinds[-1]
 
+    def phase(self, step: int) -> Phase:
+        """The phase of a step."""
+        end = 0.0
+        for phase in self.phases[:-1]:
+            end += phase.share * self.steps
+            if step < end:
+                return phase
+        return self.phases[-1]
+
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step: a ramp, then half a cosine to zero."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        return self.rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+        """The learning rate of a step: a ramp, a plateau, and from the middle on a straight way to zero."""
+        return self.rate * max(0.0, min((step + 1) / self.warmup, 1.0, 2 * (1 - step / self.steps)))
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON can hold it."""
@@ -87,16 +123,19 @@ class Recipe:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Recipe:
         """The recipe that `to_dict` was called on."""
-        kinds = {name: tuple(Batch(**kind) for kind in fields[name]) for name in ("early", "late")}
-        return cls(**{**fields, **kinds, "config": Config(**fields["config"]), "betas": tuple(fields["betas"])})
+        phases = tuple(map(Phase.from_dict, fields["phases"]))
+        given = {**fields, "phases": phases, "config": Config(**fields["config"]), "betas": tuple(fields["betas"])}
+        return cls(**given)
 
 
 RECIPES = {
     "full": Recipe(),
     "tiny": Recipe(  # a model of 5 x 8 x 8 tokens, for a CPU
-        config=Config(frames=5, size=32, patch=4, dim=128, depth=6, mlp=512),
-        early=(Batch(1, 32, 32, 0.75), Batch(5, 32, 8, 0.25)),
-        late=(Batch(1, 32, 32, 0.25), Batch(5, 32, 8, 0.75)),
+        config=Config(frames=17, size=32, patch=4, dim=128, depth=6, mlp=512),
+        phases=(
+            Phase(0.5, (Batch(1, 32, 32, 0.75), Batch(17, 32, 8, 0.25))),
+            Phase(0.5, (Batch(1, 32, 32, 0.25), Batch(17, 32, 8, 0.5), Batch(17, 32, 8, 0.25, image=True))),
+        ),
         steps=1200,
         warmup=50,
         ema=0.99,
@@ -116,11 +155,19 @@ def draw_times(count: int, shift: float, generator: torch.Generator) -> Tensor:
     return shift * even / (1 + (shift - 1) * even)
 
 
-def flow_loss(model: DiT, clips: Tensor, time: Tensor, prompts: Tensor, noise: Tensor, attention: Attention) -> Tensor:
-    """mean (v(x_t, t, prompt) - (noise - clip))^2, with x_t = (1 - t) clip + t noise."""
+def flow_loss(
+    model: DiT,
+    clips: Tensor,
+    time: Tensor,
+    prompts: Tensor,
+    noise: Tensor,
+    attention: Attention,
+    image: Tensor | None = None,
+) -> Tensor:
+    """mean (v(x_t, t, prompt, image) - (noise - clip))^2, with x_t = (1 - t) clip + t noise."""
     t = time[:, None, None, None, None]
     with torch.autocast(clips.device.type, torch.bfloat16):
-        velocity: Tensor = model(torch.lerp(clips, noise, t), time, prompts, attention)
+        velocity: Tensor = model(torch.lerp(clips, noise, t), time, prompts, attention, image=image)
     return (velocity.float() - (noise - clips)).square().mean()
 
 
@@ -142,7 +189,7 @@ class Trainer:
             torch.manual_seed(recipe.seed)
             self.model = DiT(recipe.config).to(self.device)
         self.ema = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
-        self.optimiser = _optimiser(self.model, recipe, self.device)
+        self.optimisers = _optimisers(self.model, recipe, self.device)
 
     def advance(self) -> Tensor:
         """Makes one step and returns its loss, on the device."""
@@ -150,10 +197,11 @@ class Trainer:
         loss = self._loss(recipe.batch(self.step), generator_of(recipe.seed, self.step, self.device))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        for group in self.optimiser.param_groups:
-            group["lr"] = recipe.learning_rate(self.step)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = recipe.learning_rate(self.step)
+            optimiser.step()
+        self.model.zero_grad(set_to_none=True)
         self._average()
         self.step += 1
         return loss.detach()
@@ -163,7 +211,8 @@ class Trainer:
         dropped = torch.rand(kind.count, 1, generator=generator, device=self.device) < self.recipe.no_prompt
         time = draw_times(kind.count, self.recipe.shift, generator)
         noise = torch.randn(clips.shape, generator=generator, device=self.device)
-        return flow_loss(self.model, clips, time, prompts.masked_fill(dropped, data.EMPTY), noise, self.attention)
+        seen, image = prompts.masked_fill(dropped, data.EMPTY), clips[:, :, 0] if kind.image else None
+        return flow_loss(self.model, clips, time, seen, noise, self.attention, image)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -191,7 +240,7 @@ class Trainer:
             seconds=self.seconds,
             model=self.model.state_dict(),
             ema=self.ema,
-            optimiser=self.optimiser.state_dict(),
+            optimisers=[optimiser.state_dict() for optimiser in self.optimisers],
         )
         part = path.with_name(path.name + ".part")
         torch.save(state, part)
@@ -203,7 +252,8 @@ class Trainer:
         state = torch.load(path, map_location=device, weights_only=True)
         trainer = cls(Recipe.from_dict(state["recipe"]), device, attention)
         trainer.model.load_state_dict(state["model"])
-        trainer.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, saved in zip(trainer.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         trainer.ema, trainer.step, trainer.seconds = state["ema"], state["step"], state["seconds"]
         return trainer
 
@@ -228,11 +278,17 @@ def averaged(trainer: Trainer) -> DiT:
     return model.requires_grad_(False).eval()
 
 
-def _optimiser(model: DiT, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
+def _optimisers(model: DiT, recipe: Recipe, device: torch.device) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name.endswith("weight")]
     rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and name.endswith("weight"))]
-    groups = [dict(params=matrices, weight_decay=recipe.decay), dict(params=rest, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=device.type == "cuda")
+    inner = [p for p in model.blocks.parameters() if any(p is matrix for matrix in matrices)] if recipe.muon else []
+    outer = [p for p in matrices if not any(p is matrix for matrix in inner)]
+    groups = [dict(params=outer, weight_decay=recipe.decay), dict(params=rest, weight_decay=0.0)]
+    adam = torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=device.type == "cuda")
+    if not inner:
+        return [adam]
+    # steps as long as AdamW's, so that one learning rate is right for both
+    return [adam, torch.optim.Muon(inner, recipe.rate, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw")]
 
 
 def _device_name(device: torch.device) -> str:
