@@ -49,7 +49,7 @@ VOCABULARY = 1 + sum(len(words) for words in WORDS.values())
 
 PAN = 1 / 160  # how far the background moves in a frame: half a picture in 81
 SPEED = 1 / 150  # how far a shape moves in a frame: from one side to the other in 81
-TURN = math.radians(3)  # how far a shape turns in a frame
+TURN = math.radians(2)  # how far a shape turns in a frame
 SPACING = 0.27  # the distance between neighbouring places
 OUTLINE = 0.022
 EDGE = 1.5  # pixels over which an edge fades

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rainfusion.api import sparse_attention
-from rainfusion.lab.data import TEXT_TOKENS, VOCABULARY
+from rainfusion.lab.data import SHAPES, TEXT_TOKENS, VOCABULARY
 from rainfusion.options import Method, MethodOptions
 from rainfusion.profiles import Profile
 from rainfusion.qualities import QualityName, checked_quality
@@ -291,7 +291,7 @@ class DiT(nn.Module):
         if image is not None:
             begin = begin + self.image(to_patches(image[:, :, None], config.patch, config.together)[0])
         x = torch.cat([begin, self.patches(patches)], 1) + places
-        x = torch.cat([self.words(prompts) + self.slots, x], 1)
+        x = torch.cat([self.read(prompts), x], 1)
         condition = self.time(time_waves(time))
         modulation = self.modulation(condition).unflatten(-1, (6, -1))
         for layer, block in enumerate(cast("Iterable[Block]", self.blocks)):
@@ -301,6 +301,13 @@ class DiT(nn.Module):
         x = modulate(x[:, config.text :], *self.last(condition).chunk(2, -1))
         ahead = grid[1] * grid[2]
         return from_patches(self.first_pixels(x[:, :ahead]), self.pixels(x[:, ahead:]), grid, config.patch)
+
+    def read(self, prompts: Tensor) -> Tensor:
+        """Prompts [B, text] -> tokens [B, text, dim]. A word knows the others of its shape, as after a text encoder."""
+        words: Tensor = self.words(prompts)
+        of_shapes = words[:, 1:].unflatten(1, (SHAPES, -1))
+        around = of_shapes.sum(2, keepdim=True).expand_as(of_shapes).flatten(1, 2)
+        return torch.cat([words[:, :1], words[:, 1:] + around], 1) + self.slots
 
 
 def time_waves(time: Tensor) -> Tensor:

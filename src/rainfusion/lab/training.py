@@ -16,10 +16,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rainfusion.lab import data, weights
 from rainfusion.lab.model import Attention, Config, DiT, Place, dense
+
+Drawn = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # clips, times, prompts, noise and, for some, images
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 HELD_OUT = 500_000_000  # the step whose clips are held out: no training gets that far
@@ -82,7 +84,7 @@ class Recipe:
         Phase(0.18, _videos(81, 72, 8, 64)),
     )
     steps: int = 8000
-    rate: float = 2e-3  # the highest learning rate
+    rate: float = 4e-3  # the highest learning rate
     warmup: int = 200
     decay: float = 0.01  # weight decay of matrices
     muon: bool = True  # for the matrices of layers; AdamW has the rest, or all of them
@@ -178,11 +180,40 @@ def cudnn_first(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         return dense(q, k, v, place)
 
 
-class Trainer:
-    """A model on its way: weights, their running mean, the optimiser and the number of the next step."""
+class Recorded:
+    """A function of a batch as a CUDA graph: whatever it does on the device, without the host between."""
 
-    def __init__(self, recipe: Recipe, device: torch.device | str = "cpu", attention: Attention = dense) -> None:
+    def __init__(self, function: Callable[..., Tensor], drawn: Drawn) -> None:
+        self.inputs = cast(Drawn, tuple(None if x is None else x.clone() for x in drawn))
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # compiles
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = function(*self.inputs)
+
+    def __call__(self, drawn: Drawn) -> Tensor:
+        for place, x in zip(self.inputs, drawn, strict=True):
+            if place is not None and x is not None:
+                place.copy_(x)
+        self.graph.replay()
+        return self.out.clone()
+
+
+class Trainer:
+    """A model on its way: weights, their running mean, the optimisers and the number of the next step.
+
+    graphs: whether to record each kind of batch once as a CUDA graph, since small pictures wait for the host.
+    """
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device | str = "cpu", attention: Attention = dense, *, graphs: bool = False
+    ) -> None:
         self.recipe, self.device, self.attention = recipe, torch.device(device), attention
+        self._recorded: dict[Batch, Recorded] | None = {} if graphs else None
         self.step = 0
         self.seconds = 0.0  # the time spent so far, in all commands
         with torch.random.fork_rng(devices=[]):
@@ -194,25 +225,43 @@ class Trainer:
     def advance(self) -> Tensor:
         """Makes one step and returns its loss, on the device."""
         recipe = self.recipe
-        loss = self._loss(recipe.batch(self.step), generator_of(recipe.seed, self.step, self.device))
-        loss.backward()
+        kind = recipe.batch(self.step)
+        drawn = self._draw(kind, generator_of(recipe.seed, self.step, self.device))
+        loss = self._learn(*drawn) if self._recorded is None else self._replay(kind, drawn)
         nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = recipe.learning_rate(self.step)
             optimiser.step()
-        self.model.zero_grad(set_to_none=True)
         self._average()
         self.step += 1
-        return loss.detach()
+        return loss
 
-    def _loss(self, kind: Batch, generator: torch.Generator) -> Tensor:
+    def _draw(self, kind: Batch, generator: torch.Generator) -> Drawn:
+        """A batch: clips, times, prompts, noise and, for some, images."""
         clips, prompts = data.batch(kind.count, kind.frames, kind.size, kind.size, generator)
         dropped = torch.rand(kind.count, 1, generator=generator, device=self.device) < self.recipe.no_prompt
         time = draw_times(kind.count, self.recipe.shift, generator)
         noise = torch.randn(clips.shape, generator=generator, device=self.device)
-        seen, image = prompts.masked_fill(dropped, data.EMPTY), clips[:, :, 0] if kind.image else None
-        return flow_loss(self.model, clips, time, seen, noise, self.attention, image)
+        image = clips[:, :, 0] if kind.image else None
+        return clips, time, prompts.masked_fill(dropped, data.EMPTY), noise, image
+
+    def _learn(self, clips: Tensor, time: Tensor, prompts: Tensor, noise: Tensor, image: Tensor | None) -> Tensor:
+        """The loss of a batch; the weights' gradients are those of this batch afterwards."""
+        for weight in self.model.parameters():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.zero_()
+        loss = flow_loss(self.model, clips, time, prompts, noise, self.attention, image)
+        loss.backward()
+        return loss.detach()
+
+    def _replay(self, kind: Batch, drawn: Drawn) -> Tensor:
+        """The same by a CUDA graph, which is recorded when a kind of batch first comes."""
+        assert self._recorded is not None
+        if kind not in self._recorded:
+            self._recorded[kind] = Recorded(self._learn, drawn)
+        return self._recorded[kind](drawn)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -247,10 +296,12 @@ class Trainer:
         os.replace(part, path)
 
     @classmethod
-    def restore(cls, path: Path, device: torch.device | str = "cpu", attention: Attention = dense) -> Trainer:
+    def restore(
+        cls, path: Path, device: torch.device | str = "cpu", attention: Attention = dense, *, graphs: bool = False
+    ) -> Trainer:
         """The trainer that was saved as a checkpoint."""
         state = torch.load(path, map_location=device, weights_only=True)
-        trainer = cls(Recipe.from_dict(state["recipe"]), device, attention)
+        trainer = cls(Recipe.from_dict(state["recipe"]), device, attention, graphs=graphs)
         trainer.model.load_state_dict(state["model"])
         for optimiser, saved in zip(trainer.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -346,12 +397,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     attention = cudnn_first if device.type == "cuda" and args.cudnn else dense
+    graphs = device.type == "cuda" and args.graphs
     if args.out.exists():
         if not args.resume:
             parser.error(f"{args.out} exists: pass --resume to go on with it")
-        trainer = Trainer.restore(args.out, device, attention)
+        trainer = Trainer.restore(args.out, device, attention, graphs=graphs)
     else:
-        trainer = Trainer(_asked_for(args, RECIPES[args.size or "full"]), device, attention)
+        trainer = Trainer(_asked_for(args, RECIPES[args.size or "full"]), device, attention, graphs=graphs)
     if _asked_for(args, trainer.recipe) != trainer.recipe:
         parser.error(f"{args.out} has another recipe: {_command(trainer.recipe)}")
     if args.compile if args.compile is not None else device.type == "cuda":
@@ -433,6 +485,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA")
     parser.add_argument(
         "--cudnn", action=argparse.BooleanOptionalAction, default=True, help="its attention, on CUDA (default: yes)"
+    )
+    parser.add_argument(
+        "--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on CUDA (default: yes)"
     )
     parser.add_argument("--log-every", type=int, default=50, metavar="STEPS", help="default: 50")
     return parser
