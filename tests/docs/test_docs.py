@@ -218,7 +218,7 @@ def test_the_short_pages_run(page):
 
 def test_the_page_on_quality_runs():
     names = run(blocks("python", DOCS["quality.md"]))
-    assert names["full"].shape == names["fast"].shape == (1, 3, 5, 32, 32)
+    assert names["full"].shape == names["fast"].shape == (1, 3, 5, 36, 36)
     assert 0.0 < names["mask"].density() <= 1.0 and names["out"].isfinite().all()
 
 

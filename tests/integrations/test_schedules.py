@@ -165,7 +165,7 @@ def test_a_sample_says_how_many_steps_it_has():
         seen.append((place.step, place.steps))
         return lab.dense(q, k, v, place)
 
-    model = lab.DiT(lab.Config(frames=3, size=32, dim=64, depth=1, mlp=64)).eval()
+    model = lab.DiT(lab.Config(frames=5, size=12, dim=64, depth=1, mlp=64)).eval()
     lab.sample(model, lab.random_prompts(1, torch.Generator().manual_seed(0)), attention=watched, steps=3)
     assert seen == [(0, 3), (1, 3), (2, 3)]
 

@@ -8,8 +8,8 @@ from rainfusion import Profile, cli, lab
 
 def test_the_lab_is_calibrated_and_sampled(tmp_path, capsys):
     out = tmp_path / "lab.json"
-    words = ["calibrate", "lab", "--sparsity", "0.4", "--samples", "1", "--steps", "1", "--frames", "5"]
-    assert cli.main([*words, "--height", "32", "--guidance", "1", "--device", "cpu", "--out", str(out)]) == 0
+    words = ["calibrate", "lab", "--sparsity", "0.4", "--samples", "1", "--steps", "1", "--frames", "13"]
+    assert cli.main([*words, "--height", "36", "--guidance", "1", "--device", "cpu", "--out", str(out)]) == 0
     printed, told = capsys.readouterr()
     assert told == ""  # stderr is no terminal here: no bar is drawn
     assert "sparsity of 0.4 in all" in printed and f"wrote {out}" in printed
@@ -18,8 +18,8 @@ def test_the_lab_is_calibrated_and_sampled(tmp_path, capsys):
     assert profile.options["first_frame"] == "free" and profile.notes["calls"] == 8
     assert (tmp_path / "lab.png").read_bytes().startswith(b"\x89PNG")
     model, prompt = lab.load(), lab.random_prompts(1, lab_generator())
-    clip = lab.sample(model, prompt, attention=lab.sparse(profile=profile), steps=1, frames=5, size=32, guidance=1.0)
-    assert clip.shape == (1, 3, 5, 32, 32)
+    clip = lab.sample(model, prompt, attention=lab.sparse(profile=profile), steps=1, frames=13, size=36, guidance=1.0)
+    assert clip.shape == (1, 3, 13, 36, 36)
 
 
 def lab_generator():
@@ -51,7 +51,7 @@ def test_a_pipeline_is_calibrated_from_its_folder(tmp_path, capsys):
         (["lab", "--samples", "0"], "--samples must be at least 1, got 0"),
         (["lab", "--frames", "0"], "--frames must be at least 1, got 0"),
         (["lab", "--height", "0"], "--height must be at least 1, got 0"),
-        (["lab", "--height", "33"], "--height must be a multiple of 2, the side of this model's patches, got 33"),
+        (["lab", "--height", "32"], "--height must be a multiple of 3, the side of this model's patches, got 32"),
         (["lab", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["lab", "--steps", "-2"], "--steps must be at least 1, got -2"),
         (["lab", "--guidance", "nan"], "--guidance must be a finite number, got nan"),

@@ -39,8 +39,8 @@ def test_demo_draws_full_and_sparse_side_by_side(capsys, tmp_path):
     assert f"wrote {gif}\nwrote {sheet}" in out
     assert sheet.read_bytes().startswith(PNG)
     with Image.open(gif) as picture:
-        assert picture.n_frames == 3
-        assert picture.width > 3 * 4 * 32  # three panels
+        assert picture.n_frames == 9
+        assert picture.width > 3 * 4 * 36  # three panels
         first = picture.convert("RGB").tobytes()
         picture.seek(2)
         assert picture.convert("RGB").tobytes() != first
@@ -48,10 +48,10 @@ def test_demo_draws_full_and_sparse_side_by_side(capsys, tmp_path):
 
 def test_demo_takes_a_prompt_and_dense_steps(capsys, tmp_path):
     prompt = "background up; red disc, from left, right; blue square, from top, down; white star, from right, up left"
-    words = (*QUICK_DEMO, "--out", str(tmp_path), "--frames", "2", "--guidance", "2", "--sparsity", "1", "--seed", "3")
+    words = (*QUICK_DEMO, "--out", str(tmp_path), "--frames", "5", "--guidance", "2", "--sparsity", "1", "--seed", "3")
     _, out, _ = run(capsys, *words, "--prompt", prompt, "--dense-steps", "1")
     assert f"Prompt: {prompt}" in out
-    assert "528 tokens,\nin 2 steps" in out
+    assert "304 tokens,\nin 2 steps" in out
     assert "The first 1 of 2 steps are dense in both" in out
     assert "sparse at 1 " in out
 
@@ -84,7 +84,11 @@ def test_demo_draws_a_bar_in_a_terminal(capsys, tmp_path, monkeypatch):
         (("--steps", "0"), "--steps"),
         (("--steps", "3", "--dense-steps", "3"), "--dense-steps"),
         (("--frames", "0"), "--frames"),
-        (("--size", "33"), "--size must be a multiple of 2, the side of this model's patches, got 33; try 32 or 34"),
+        (
+            ("--frames", "8"),
+            "--frames must be 1 and a multiple of 4, since later tokens have so many frames, got 8; try 5",
+        ),
+        (("--size", "32"), "--size must be a multiple of 3, the side of this model's patches, got 32; try 30 or 33"),
         (("--size", "0"), "--size must be at least 1, got 0"),
         (("--guidance", "nan"), "--guidance must be a finite number, got nan"),
         (("--guidance", "inf"), "--guidance must be a finite number, got inf"),
