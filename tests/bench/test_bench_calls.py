@@ -18,7 +18,7 @@ def test_help_has_an_example(calls, capsys):
 
 def test_better_predictors_and_finer_keys_have_smaller_errors(calls, capsys):
     """And all of the tiles nearly none."""
-    quick = ["--calls", "2", "--steps", "2", "--frames", "9", "--size", "32", "--keys", "128", "32"]
+    quick = ["--calls", "2", "--steps", "2", "--frames", "81", "--size", "36", "--keys", "128", "32"]
     calls.main([*quick, "--densities", "0.3", "1"])
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.count("|") == 5]
     found = {(keys.strip("| "), name): (float(part), float(whole.strip(" |"))) for keys, name, part, whole in lines[2:]}
