@@ -83,7 +83,7 @@ class Recipe:
         Phase(0.34, _videos(81, 36, 32, 128)),
         Phase(0.18, _videos(81, 72, 8, 64)),
     )
-    steps: int = 8000
+    steps: int = 8900
     rate: float = 4e-3  # the highest learning rate
     warmup: int = 200
     decay: float = 0.01  # weight decay of matrices

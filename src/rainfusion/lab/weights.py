@@ -23,7 +23,7 @@ from rainfusion.lab.model import Config, DiT
 REPOSITORY = "https://github.com/rainfusion/rainfusion"
 NAME = "weights/lab.safetensors"  # the trained model, in the repository
 CLONE = Path(__file__).parents[3]  # the repository, where this file is run from a clone of it
-SHA256 = "77ddf42ad6c6a2c519f407a1d8abda8c3a942f2ce6aefb19a889b35ab38f7ea1"  # of that file; `--export` prints it
+SHA256 = "7a9ad2135530dfd2c0bf395d0a9d83765a788c5aeb5b1b65d4e9940beec823f8"  # of that file; `--export` prints it
 
 
 def load(path: str | Path | None = None, *, sha256: str | None = None, device: torch.device | str = "cpu") -> DiT:
