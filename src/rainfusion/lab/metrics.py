@@ -29,8 +29,9 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """a . b / (|a| |b|) of all pixels of a clip."""
-    return F.cosine_similarity(a.double().flatten(1), b.double().flatten(1)).float()
+    """a . b / (|a| |b|) of all pixels of a clip; by the difference of unit vectors, exact where they are near."""
+    a, b = (F.normalize(x.flatten(1), dim=1) for x in (a, b))
+    return (_sum_of_squares(a) + _sum_of_squares(b) - _sum_of_squares(a - b)) / 2
 
 
 def temporal_error(a: Tensor, b: Tensor) -> Tensor:
@@ -47,13 +48,22 @@ def _mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
 
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return x.square().sum(1)
+
+
 def _blur(x: Tensor) -> Tensor:
-    """[B, C, T, H, W] -> Gaussian means of windows, [B, C * T, 1, H', W']. A small frame has a smaller window."""
+    """[B, C, T, H, W] -> Gaussian means of windows, [B, C, T, H', W']. A small frame has a smaller window."""
     size = min(WINDOW, *(n - (n + 1) % 2 for n in x.shape[3:]))  # the largest odd size that fits
     place = torch.arange(size, dtype=x.dtype, device=x.device) - size // 2
     weights = torch.exp(-place.square() / (2 * SIGMA**2))
     weights = weights / weights.sum()
-    frames = x.flatten(0, 2).unsqueeze(1)
-    blurred = F.conv2d(F.conv2d(frames, weights.view(1, 1, -1, 1)), weights.view(1, 1, 1, -1))
-    means: Tensor = blurred.unflatten(0, (len(x), -1))
-    return means
+    rows, columns = (_windows(weights, n) for n in x.shape[3:])
+    return rows @ x @ columns.T
+
+
+def _windows(weights: Tensor, count: int) -> Tensor:
+    """A matrix that takes so many numbers to the weighted means of all windows, [count - size + 1, count]."""
+    starts = torch.arange(count - len(weights) + 1, device=weights.device)[:, None]
+    places = starts + torch.arange(len(weights), device=weights.device)
+    return weights.new_zeros(len(starts), count).scatter_(1, places, weights.expand_as(places))

@@ -121,7 +121,7 @@ def run(plan: Plan) -> int:
             if plan.out is not None:
                 results.write(found, plan.out)
     if plan.sheet and plan.out is not None:
-        _draw_sheets(found, clips, study.reference[:1], plan.out)
+        _draw_sheets(found, clips, study.reference[:1].cpu(), plan.out)
     _finish(found, plan.out)
     return 1 if any(row.error is not None for row in found.rows) else 0
 
@@ -194,7 +194,7 @@ class Study:
             seconds=seconds,
             **self._metrics(sampled),
         )
-        return row, sampled[0]
+        return row, sampled[0].cpu()
 
     def _calibrated(self, method: Candidate) -> Candidate:
         if method.name not in self._ready:
@@ -241,9 +241,9 @@ class Study:
         return range(0, len(self.prompts), BATCH)
 
     def _sample(self, attention: lab.Attention, first: int, steps: int | None = None, count: int = BATCH) -> Tensor:
-        """Samples a batch and returns it on the CPU, so that the device has finished."""
+        """Samples a batch; the device has finished when it returns."""
         here = slice(first, first + count)
-        return lab.sample(
+        clips = lab.sample(
             self.model,
             self.prompts[here],
             attention=attention,
@@ -253,7 +253,10 @@ class Study:
             frames=self.frames,
             size=self.size,
             image=None if self.images is None else self.images[here],
-        ).cpu()
+        )
+        if clips.device.type != "cpu":
+            torch.accelerator.synchronize(clips.device)
+        return clips
 
     def _capture(self) -> list[Call]:
         """The attention calls of all layers, in a few steps of a dense sample."""
