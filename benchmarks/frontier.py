@@ -358,14 +358,10 @@ def _is_drawn(row: Row) -> bool:
 
 def _keys(method: Candidate, precision: str, rows: dict[Any, Row]) -> tuple[tuple[str, str], bool]:
     """Name and signature of a method's samples: those of the same precision, or else those of the tensors' own."""
-    if precision == "native":
-        return (method.name, method.signature), True
-    own = replace(
-        method, name=f"{method.name}, {precision}", options={**method.options, "precision": precision}
-    )  # fmt: skip
+    own = method.in_precision(precision)
     if any(key[:2] == (own.name, own.signature) for key in rows):
         return (own.name, own.signature), True
-    return (method.name, method.signature), False
+    return (method.name, method.signature), own is method
 
 
 def _list(targets: Sequence[float]) -> str:

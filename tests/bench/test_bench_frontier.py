@@ -91,7 +91,8 @@ def test_a_schedule_has_the_times_of_its_mean_density(frontier):
 
 def test_samples_of_a_precision_go_before_others(frontier):
     (method,) = (method for method in methods.METHODS if method.name == BEST)
-    own = replace(method, name=f"{BEST}, fp8", options={**method.options, "precision": "fp8"})
+    own = method.in_precision("fp8")
+    assert (own.name, own.options["precision"]) == (f"{BEST}, fp8", "fp8")
     row = made_up_row(BEST, 0.2, 21.5, method=own.name, signature=own.signature)
     lines, _ = frontier.join(made_up_times(frontier, [BEST]), made_up_results(made_up_row(BEST, 0.2, 22.0), row))
     assert [points for _, points in sorted(drawn(lines).items())] == [[(28.0, 21.5)], [(40.0, 22.0)]]

@@ -9,6 +9,7 @@ from typing import Any
 from rainfusion import backends, checks
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
+from rainfusion.options import PRECISIONS
 
 _DESCRIPTION = """\
 Samples the lab model with dense attention and with each method, from the same noise, and prints
@@ -42,6 +43,7 @@ def add(commands: Commands) -> None:
     what.add_argument("--densities", type=float, nargs="*", default=[0.2, 0.3, 0.4], metavar="SHARE", help=shares)
     what.add_argument("--nominal", type=float, metavar="SPARSITY", help="also our methods and the oracle at a sparsity")
     what.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="parts of names (default: all methods)")
+    what.add_argument("--precision", default="native", choices=PRECISIONS, help="of the methods (default: native)")
     what.add_argument("--list", action="store_true", help="show the methods and measure nothing")
     _add_sampling_options(parser)
     where = parser.add_argument_group("where results go")
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the options, samples, prints and writes; the exit status is 1 if a method failed."""
     from rainfusion.lab import comparison, methods, quality, weights
 
-    chosen = methods.select(args.methods)
+    chosen = [method.in_precision(args.precision) for method in methods.select(args.methods)]
     if args.list:
         return quality.list_methods(chosen)
     if args.show is not None:

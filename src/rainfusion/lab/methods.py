@@ -61,6 +61,12 @@ class Candidate:
         if self.knob not in KNOBS:
             raise ValueError(f"knob must be one of {', '.join(KNOBS)}, got {self.knob!r}")
 
+    def in_precision(self, precision: str) -> Candidate:
+        """The same in another precision, which is in its name, too."""
+        if precision == "native":
+            return self
+        return replace(self, name=f"{self.name}, {precision}", options={**self.options, "precision": precision})
+
     @property
     def token_order(self) -> TokenOrder | Window:
         """The order of tokens in its blocks."""
@@ -231,10 +237,9 @@ SAME = Candidate(
 _SPARGE, _FREE = partial(rules.sparge, form="cdf", threshold=0.1), partial(rules.sparge, form="top-k", threshold=-0.1)
 
 _FIRST = (4, 4, 8)
-_WINDOWS = (_FIRST, (2, 8, 8), (2, 4, 16), (8, 4, 4))
-_BEST: dict[str, Any] = dict(predictor="submeans", compensate=True, first_frame="free")
-_SPREAD: dict[str, Any] = {**_BEST, "predictor": "spread", "token_order": (2, 8, 8)}
-_KEYS = {**_BEST, "first_frame": "keys"}
+_SUBMEANS: dict[str, Any] = dict(token_order=(2, 8, 8), first_frame="free", predictor="submeans", compensate=True)
+_SPREAD: dict[str, Any] = {**_SUBMEANS, "predictor": "spread"}
+_FINE: dict[str, Any] = {**_SPREAD, "block_size": (128, 32)}
 
 
 def _x(order: str | tuple[int, ...]) -> str:
@@ -242,46 +247,40 @@ def _x(order: str | tuple[int, ...]) -> str:
 
 
 METHODS = (
-    ours("rf_v2 4x4x8", token_order=(4, 4, 8)),
-    ours("rf_v2 1x8x16", token_order=(1, 8, 16)),
-    ours("rf_v2 2x8x8", token_order=(2, 8, 8)),
-    ours("rf_v2 2x4x16", token_order=(2, 4, 16)),
-    ours("rf_v2 8x4x4", token_order=(8, 4, 4)),
+    # as published, in several orders of tokens
+    *(
+        ours(f"rf_v2 {_x(order)}", token_order=order)
+        for order in (_FIRST, (1, 8, 16), (2, 8, 8), (2, 4, 16), (8, 4, 4))
+    ),
     ours("rf_v2 mindiesd", token_order="mindiesd", note="the reference's order"),
     ours("rf_v2 raster", token_order="raster", note="without reordering"),
-    *(ours(f"rf_v2 {_x(order)} submeans", token_order=order, predictor="submeans") for order in _WINDOWS),
+    # one option after the other
+    ours("rf_v2 2x8x8 keys", token_order=(2, 8, 8), first_frame="keys"),
+    ours("rf_v2 2x8x8 keys submeans compensate", **{**_SUBMEANS, "first_frame": "keys"}),
+    ours("rf_v2 2x8x8 free", token_order=(2, 8, 8), first_frame="free"),
+    ours("rf_v2 2x8x8 free compensate", **{**_SUBMEANS, "predictor": "mean"}),
+    ours("rf_v2 2x8x8 free submeans", **{**_SUBMEANS, "compensate": False}),
+    ours("rf_v2 2x8x8 free spread", **{**_SPREAD, "compensate": False}),
     *(
-        ours(f"rf_v2 {_x(order)} submeans compensate", token_order=order, predictor="submeans", compensate=True)
-        for order in (*_WINDOWS, (1, 8, 16))
-    ),
-    ours("rf_v2 4x4x8 compensate", token_order=(4, 4, 8), compensate=True),
-    *(ours(f"rf_v2 {_x(order)} keys", token_order=order, first_frame="keys") for order in _WINDOWS),
-    *(
-        ours(f"rf_v2 2x8x8 {first_frame}{words}", token_order=(2, 8, 8), first_frame=first_frame, **options)
-        for first_frame, words, options in (
-            ("keys", " submeans", dict(predictor="submeans")),
-            ("free", "", {}),
-            ("free", " submeans", dict(predictor="submeans")),
-            ("free", " compensate", dict(compensate=True)),
+        ours(f"rf_v2 2x8x8 free {predictor} compensate{words}", **{**_SUBMEANS, "predictor": predictor, **options})
+        for predictor in ("submeans", "spread")
+        for words, options in (
+            ("", {}),
+            (", 64 keys", dict(block_size=(128, 64))),
+            (", 32 keys", dict(block_size=(128, 32))),
         )
     ),
+    # one step away from the defaults of `enable`
+    ours("rf_v2 2x8x8 spread compensate, 32 keys", **{**_FINE, "first_frame": "protected"}),
+    ours("rf_v2 2x8x8 keys spread compensate, 32 keys", **{**_FINE, "first_frame": "keys"}),
     *(
-        ours(f"rf_v2 {_x(order)} keys compensate", token_order=order, first_frame="keys", compensate=True)
-        for order in _WINDOWS
+        ours(f"rf_v2 {_x(order)} free spread compensate, 32 keys", **{**_FINE, "token_order": order})
+        for order in (_FIRST, (1, 8, 16), (2, 4, 16), (8, 4, 4), "raster")
     ),
+    # the same blocks, more of them early
+    ours("rf_v2 2x8x8 free submeans compensate, falling", **_SUBMEANS, schedule=[5.0, 1.0]),
     *(
-        ours(f"rf_v2 {_x(order)} keys submeans compensate", **_KEYS, token_order=order)
-        for order in (*_WINDOWS, (1, 8, 16), "raster")
-    ),
-    *(ours(f"rf_v2 {_x(order)} free submeans compensate", **_BEST, token_order=order) for order in _WINDOWS),
-    *(
-        ours(
-            f"rf_v2 2x8x8 free submeans compensate, {keys} keys", **_BEST, token_order=(2, 8, 8), block_size=(128, keys)
-        )
-        for keys in (64, 32)
-    ),
-    *(
-        ours(f"rf_v2 2x8x8 free submeans compensate, {words}", **_BEST, token_order=(2, 8, 8), schedule=schedule)
+        ours(f"rf_v2 2x8x8 free spread compensate, 32 keys, {words}", **_FINE, schedule=schedule)
         for words, schedule in (
             ("falling", [5.0, 1.0]),
             ("falling gently", [2.0, 1.0]),
@@ -289,16 +288,11 @@ METHODS = (
             ("falling fast", [9.0, 3.0, 2.0, 1.5, 1.0]),
         )
     ),
-    ours("rf_v2 2x8x8 free spread compensate", **_SPREAD),
-    ours("rf_v2 2x8x8 free spread", **{**_SPREAD, "compensate": False}),
-    *(ours(f"rf_v2 2x8x8 free spread compensate, {keys} keys", **_SPREAD, block_size=(128, keys)) for keys in (64, 32)),
-    ours("rf_v2 2x8x8 free spread compensate, 32 keys, falling", **_SPREAD, block_size=(128, 32), schedule=[5.0, 1.0]),
-    ours("rf_v2 exact budget", token_order=(4, 4, 8), exact_budget=True),
-    ours("rf_v2 by error", token_order=(4, 4, 8), knob="target_error", note="budgets of heads by target_error"),
-    ours("rf_v2 calibrated", token_order=(4, 4, 8), knob="profile", note="budgets of layers and heads by a profile"),
-    ours("rf_v2 keys submeans compensate calibrated", token_order=(4, 4, 8), knob="profile", **_KEYS),
-    ours("rf_v2 mask of every 4th step", token_order=(4, 4, 8), every=4),
-    ours("rf_v2 mask of one branch", token_order=(4, 4, 8), one_branch=True, note="the prompted half of guidance"),
+    # other ways to share out blocks, and masks that are not of the call itself
+    ours("rf_v2 by error", **_FINE, knob="target_error", note="budgets of heads by target_error"),
+    ours("rf_v2 calibrated", **_FINE, knob="profile", note="budgets of layers and heads by a profile"),
+    ours("rf_v2 mask of every 4th step", **_FINE, every=4),
+    ours("rf_v2 mask of one branch", **_FINE, one_branch=True, note="the prompted half of guidance"),
     ours("ada_bsa by cap", sparse_type="ada_bsa"),
     ours("ada_bsa by cdf", sparse_type="ada_bsa", knob="cdf_threshold"),
     rule("without the sink", rules.mean_ranking, family="ours", token_order=_FIRST, note="text alone is protected"),
