@@ -61,7 +61,7 @@ class MethodOptions(TypedDict, total=False):
 
 
 # of rf_v2, beside its sparsity; `sparse_attention` itself has the values of the published method
-RECOMMENDED: MethodOptions = dict(predictor="submeans", compensate=True, first_frame="free")
+RECOMMENDED: MethodOptions = dict(predictor="spread", compensate=True, first_frame="free", block_size=(128, 32))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Method:
         keep_recent: ada_bsa: always keep the diagonal block (causal) or the last one.
 
     >>> Method.recommended(sparsity=0.7).predictor
-    'submeans'
+    'spread'
     """
 
     sparse_type: SparseType | None = None
@@ -148,7 +148,7 @@ class Method:
         """What gave the best samples for their time (docs/quality.md), with changes: where `enable` starts."""
         base = {"sparse_type": "rf_v2", "sparsity": None, **RECOMMENDED}
         if changes.get("sparse_type") == "ada_bsa":
-            base["compensate"] = False
+            base.update(compensate=False, block_size=128)
         return cls.known(**{**base, **changes})
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 from rainfusion.options import Method
 
 FORMAT = "rainfusion profile 1"
-OPTIONS = ("token_order", "predictor", "compensate", "first_frame")  # what budgets depend on
+OPTIONS = ("token_order", "predictor", "compensate", "first_frame", "block_size")  # what budgets depend on
 _KINDS: dict[str, Any] = {"sparsities": Mapping, "sparsity": (int, float), "options": Mapping}  # that a file must have
 _MOST_CHARACTERS = 300  # of a part of a message that comes from a file
 _MOST_NAMES = 3  # of a list in a message
@@ -78,9 +78,7 @@ class Profile:
                 f"{where} must be a profile of `rainfusion calibrate` ({FORMAT!r} in it); is it another file?"
             )
         _check_kinds(where, found)
-        options = dict(found["options"])
-        if isinstance(options.get("token_order"), list):
-            options["token_order"] = tuple(options["token_order"])
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in found["options"].items()}
         sparsities = {name: tuple(heads) for name, heads in found["sparsities"].items()}
         try:
             return cls(sparsities, found["sparsity"], options, found.get("notes", {}))

@@ -48,10 +48,11 @@ def test_a_method_is_checked_frozen_and_plain():
 
 def test_recommended_values_and_their_changes():
     method = Method.recommended()
-    assert (method.sparse_type, method.predictor, method.first_frame) == ("rf_v2", "submeans", "free")
-    assert method.compensate and method.sparsity is None
+    assert (method.sparse_type, method.predictor, method.first_frame) == ("rf_v2", "spread", "free")
+    assert method.compensate and method.sparsity is None and method.block_size == (128, 32)
     assert (method.for_frames(1).sparsity, method.for_frames(2).sparsity) == (0.6, 0.8)
-    assert not Method.recommended(sparse_type="ada_bsa").compensate
+    adaptive = Method.recommended(sparse_type="ada_bsa")
+    assert not adaptive.compensate and adaptive.block_size == 128
     assert Method.recommended(sparsity=0.3).for_frames(5).sparsity == 0.3
     assert Method.recommended(target_error=0.1).for_frames(5).sparsity == 0.0
 
@@ -71,7 +72,7 @@ def test_a_method_is_the_same_as_its_options():
 
 def test_sparsity_by_task():
     q, k, _ = qkv(1, 1, 1280, 16)
-    method = dataclasses.replace(Method.recommended(), compensate=False)
+    method = dataclasses.replace(Method.recommended(), compensate=False, block_size=128)
     video = predict_mask(q, k, method=method, latent_shape_q=[5, 16, 16])
     image = predict_mask(q, k, method=method, latent_shape_q=[1, 32, 40])
     assert (video.counts.unique().tolist(), image.counts.unique().tolist()) == ([2], [4])

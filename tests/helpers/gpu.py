@@ -46,7 +46,8 @@ TOKEN = LENGTH // 4  # one somewhere
 
 RF_V2 = dict(sparse_type="rf_v2", sparsity=0.6)
 CALL = dict(RF_V2, **VIDEO)  # with the defaults of `sparse_attention`
-USUAL = dict(CALL, predictor="submeans", compensate=True, first_frame="free")  # with those of `rainfusion.enable`
+# with those of `rainfusion.enable`
+USUAL = dict(CALL, predictor="spread", compensate=True, first_frame="free", block_size=(128, 32))
 SUBMEANS = {
     "plain": dict(RF_V2, predictor="submeans"),
     "video": dict(CALL, predictor="submeans"),

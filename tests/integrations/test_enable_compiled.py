@@ -50,7 +50,7 @@ def test_a_compiled_model():
     model, inputs, expected = tiny_models.ALL["wan"]()
     dense = forward(model, inputs)
     compiled = torch.compile(model, backend="aot_eager")
-    handle = rainfusion.enable(compiled, min_tokens=0)
+    handle = rainfusion.enable(compiled, min_tokens=0, block_size=128)
     torch.testing.assert_close(forward(compiled, inputs), dense, rtol=1e-5, atol=1e-5)
     assert handle.stats().sparse_calls == expected.calls
     rainfusion.disable(compiled)
@@ -72,7 +72,7 @@ def test_enabling_after_compiling_and_running(name, how):
         for block in model.blocks if name == "wan" else model.transformer_blocks:
             block.compile(backend="aot_eager")
     forward(compiled, inputs)
-    handle = rainfusion.enable(compiled, min_tokens=0)
+    handle = rainfusion.enable(compiled, min_tokens=0, block_size=128)
     torch.testing.assert_close(forward(compiled, inputs), dense, rtol=1e-4, atol=1e-4)
     assert handle.stats().sparse_calls == expected.calls
     rainfusion.disable(compiled)
@@ -92,7 +92,7 @@ def test_a_full_graph(name, how):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
 
-    handle = rainfusion.enable(model, min_tokens=0)
+    handle = rainfusion.enable(model, min_tokens=0, block_size=128)
     compiled = model
     if how == "model":
         compiled = torch.compile(model, fullgraph=True, backend=counting)

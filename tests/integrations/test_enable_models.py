@@ -16,7 +16,7 @@ from rainfusion.integrations.diffusers import models
 def test_every_family_is_sparse_where_its_picture_is(name, placed):
     model, inputs, expected = tiny_models.ALL[name]()
     before, dense = snapshot(model), forward(model, inputs)
-    handle = rainfusion.enable(model, min_tokens=0, sparsity=0.8)
+    handle = rainfusion.enable(model, min_tokens=0, sparsity=0.8, block_size=128)
     sparse = forward(model, inputs)
     stats = handle.stats()
     if name in ("chroma", "skyreels_v2_causal"):  # their masks are of pairs
@@ -76,8 +76,9 @@ def test_a_call_is_the_sparse_attention_that_one_would_write(monkeypatch):
             sparse_type="rf_v2",
             sparsity=0.6,
             first_frame="free",
-            predictor="submeans",
+            predictor="spread",
             compensate=True,
+            block_size=(128, 32),
             latent_shape_q=list(expected.grid),
             return_mask=True,
         )
@@ -150,7 +151,7 @@ def test_predictor_and_compensation_reach_the_call():
             errors.append(float((forward(model, inputs) - dense).norm()))
         assert handle.stats().dense_calls == 0
     assert len(set(errors)) == 6
-    assert errors[0] == float((_enabled(model, inputs, predictor="submeans", compensate=True) - dense).norm())
+    assert errors[0] == float((_enabled(model, inputs, predictor="spread", compensate=True) - dense).norm())
     assert errors[4] == float((_enabled(model, inputs, sparse_type="ada_bsa", compensate=False) - dense).norm())
 
 
@@ -227,7 +228,7 @@ def test_a_method_and_changes_to_it():
     with rainfusion.enabled(model, method, min_tokens=0) as handle:
         one = forward(model, inputs)
     assert handle.settings.method == method
-    with rainfusion.enabled(model, method, min_tokens=0, predictor="submeans", compensate=None) as handle:
+    with rainfusion.enabled(model, method, min_tokens=0, predictor="spread", compensate=None) as handle:
         other = forward(model, inputs)
     assert handle.settings.method == rainfusion.Method.recommended(sparsity=0.5)
     assert torch.equal(one, _enabled(model, inputs, sparsity=0.5, predictor="mean"))

@@ -268,11 +268,11 @@ def test_the_sparse_attention_is_the_library_s_own():
     q = torch.randn(1, 2, 16 + 5 * 16 * 16, 64)
     place = model.Place(0, 0, (5, 16, 16), 16)
     video = dict(sparse_type="rf_v2", txt_len=16, latent_shape_q=(5, 16, 16), sparsity=0.6, token_order="raster")
-    options = dict(predictor="submeans", compensate=True, first_frame="free")  # those of `enable`
+    options = dict(predictor="spread", compensate=True, first_frame="free", block_size=(128, 32))  # of `enable`
     best, keys = (rainfusion.sparse_attention(q, q, q, **{**video, **options, **own}) for own in ({}, KEYS))
     assert torch.equal(model.sparse(0.6, token_order="raster")(q, q, q, place), best)
     assert torch.equal(model.sparse(0.6, token_order="raster", **KEYS)(q, q, q, place), keys)
-    profile = rainfusion.Profile({"0": (0.6, 0.4)}, 0.5, dict(predictor="mean", **KEYS))
+    profile = rainfusion.Profile({"0": (0.6, 0.4)}, 0.5, dict(predictor="mean", block_size=128, **KEYS))
     video.update(sparsity=[0.6, 0.4], exact_budget=True)
     wanted = rainfusion.sparse_attention(q, q, q, **{**video, "token_order": "window", **KEYS})
     assert torch.equal(model.sparse(profile=profile)(q, q, q, place), wanted)

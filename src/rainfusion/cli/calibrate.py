@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         args.sparsity,
         args.out,
         arguments.device(args.device),
-        options={name: getattr(args, name) for name in ("token_order", "predictor", "compensate", "first_frame")},
+        options={name: getattr(args, name) for name in ("token_order", "predictor", "compensate", "first_frame")}
+        | {"block_size": Method.recommended().block_size},
         prompts=args.prompt,
         count=LAB_SAMPLES if args.samples is None else args.samples,
         call={name: value for name, value in asked.items() if value is not None},
@@ -146,7 +147,7 @@ class Plan:
     sparsity: float
     out: Path
     device: torch.device
-    options: Mapping[str, Any]  # keywords of `enable`: token_order, predictor, compensate, first_frame
+    options: Mapping[str, Any]  # keywords of `enable`: token_order, predictor, compensate, first_frame, block_size
     prompts: Sequence[str] = ()
     count: int = LAB_SAMPLES  # how many prompts the lab draws
     call: Mapping[str, Any] = field(default_factory=dict)  # keywords of the pipeline: num_inference_steps, height, ...
