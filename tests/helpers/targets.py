@@ -241,7 +241,7 @@ def launches(target: Target, everything: bool) -> list[Launch]:
     return list(found.values())
 
 
-def run(call: Call, backend: Any, size: Size = Size()) -> None:  # noqa: B008 # it never changes
+def run(call: Call, backend: Any, size: Size = Size(), mask_alone: bool = True) -> None:  # noqa: B008 # it never changes
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
     from helpers.planned import request
     from rainfusion import BlockMask
@@ -266,7 +266,7 @@ def run(call: Call, backend: Any, size: Size = Size()) -> None:  # noqa: B008 # 
     asked = asked._replace(method=replace(asked.method, precision=call.options.get("precision", "native")))
     keys = backend.prepare(asked)
     backend.attend(asked, keys, mask if mask is not None else predict(asked, backend, keys))
-    if asked.predicts:
+    if asked.predicts and mask_alone:
         predict(asked, backend)
 
 

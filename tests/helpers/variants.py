@@ -2,8 +2,9 @@
 
 The backends run on small CPU tensors as if a GPU were there, and what they launch goes as far as Triton's own key of a
 compiled kernel: types, constants, what is known of each argument, and options. After the first call with some options a
-new key would be a wait for the compiler. A line for each kernel of each set of options; the exit status is 1 if one has
-several variants, with the arguments that make the difference.
+new key would be a wait for the compiler, and so would be one that `rainfusion.warmup` had left out. A line for each
+kernel of each set of options; the exit status is 1 if one has variants for some sizes only, with the arguments that
+make the difference.
 
     python tests/helpers/variants.py
     python tests/helpers/variants.py --kernel keep_best
@@ -13,8 +14,10 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -118,6 +121,35 @@ def variants(options: Options) -> dict[str, tuple[Launch, list[Size]]]:
     return found
 
 
+def left_by_warmup(options: Options) -> list[Launch]:
+    """What `rainfusion.warmup` with these options does not compile, although calls need it."""
+    import rainfusion
+    from rainfusion import backends
+
+    needed: dict[str, Launch] = {}
+    made: dict[str, Launch] = {}
+    call = options.call
+    with recorded(TARGET, lambda launch: needed.setdefault(launch.key, launch)):
+        run(call, backends.get(options.backend), mask_alone=False)
+    method = {name: value for name, value in call.options.items() if name not in ("grid", "is_causal")}
+    if method.get("sparsity") == "by head":
+        method["sparsity"] = [0.9, 0.5]
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(backends, "why_not", return_value=None))
+        patches.enter_context(recorded(TARGET, lambda launch: made.setdefault(launch.key, launch)))
+        rainfusion.warmup(
+            rainfusion.Method(**method),
+            head_dim=call.head_dim,
+            dtype=call.dtype,
+            device="cpu",
+            masks=["bool" if call.masked else "none"],
+            grid=call.options.get("grid", True),
+            return_lse=call.return_lse,
+            backend=options.backend,
+        )
+    return [launch for key, launch in needed.items() if key not in made]
+
+
 def differences(launches: list[Launch]) -> list[str]:
     """Which arguments variants of one kernel differ in, and what is known of them."""
     known = [launch.known for launch in launches]
@@ -147,6 +179,10 @@ def main() -> int:
             if some:
                 several += 1
                 print("\n".join(f"    {line}" for line in differences(some)))
+        if "sparse_type" in options.call.options and "is_causal" not in options.call.options:
+            for launch in left_by_warmup(options):
+                several += 1
+                print(f"    warmup does not compile {launch}")
     print(f"{several} kernels wait for a compiler again" if several else "the first call compiles everything")
     return 1 if several else 0
 
