@@ -45,7 +45,8 @@ def test_a_kernel_that_is_compiled_again_is_found():
     done = run("-c", code)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "    N: 'i32 []', 'constexpr 1', " in done.stdout
-    assert done.stdout.endswith("1 kernels wait for a compiler again\n")
+    assert "    warmup does not compile pool_kernel" in done.stdout
+    assert done.stdout.endswith(" kernels wait for a compiler again\n")
 
 
 def test_rows_that_kernels_read_at_once_are_not_copied():
@@ -56,7 +57,7 @@ def test_rows_that_kernels_read_at_once_are_not_copied():
         assert triton_backend.whole_rows(usual) is usual
         assert [8 * stride for stride in triton_backend.row_strides(usual)] == list(usual.stride()[:3])
     odd = x[..., :23]
-    assert triton_backend.whole_rows(odd) is odd and triton_backend.row_strides(odd) == odd.stride()[:3]
+    assert triton_backend.whole_rows(odd) is odd and triton_backend.row_strides(odd) == list(odd.stride()[:3])
     assert triton_backend.row_unit(odd.float()) == 1 and triton_backend.row_unit(x.float()) == 4
 
 

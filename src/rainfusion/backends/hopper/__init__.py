@@ -94,7 +94,7 @@ def prepare(request: Request) -> Keys:
     flags = None if keep is None else triton.as_bytes(keep)
     sizes = dict(UNIT=triton.row_unit(k), D=head_dim, D_PAD=padded, KEYS=size)
     sizes.update(HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
-    strides = (*triton.row_strides(k), *triton.row_strides(v), heads, length, blocks)
+    strides = (*triton.row_strides(k, v), heads, length, blocks)
     spreads = triton.new_spreads(request)
     pooled, warps = _pooled_at_once(k, size, spreads is not None)
     slices = math.ceil(length / pooled)
@@ -125,7 +125,7 @@ def prepare(request: Request) -> Keys:
     if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
-            means, v_means, layout.order, live, *found, *triton.row_strides(means), *triton.row_strides(v_means),
+            means, v_means, layout.order, live, *found, *triton.row_strides(means, v_means),
             heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means), HAS_ORDER=False),
         )  # fmt: skip
     dtype = triton.means_dtype(request)
@@ -166,7 +166,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
-        *triton.row_strides(q), *triton.row_strides(out), rows.stride(0) if rows.dim() == 2 else 0,
+        *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
         abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
         request.gqa_ratio, q_len, keys.length,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,

@@ -120,7 +120,7 @@ def prepare(request: Request) -> Keys:
     spreads = new_spreads(request)
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads,
-        *row_strides(k), *row_strides(v), heads, length, layout.num_blocks, spare,
+        *row_strides(k, v), heads, length, layout.num_blocks, spare,
         UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
         HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins,
         num_warps=2 * row_warps(k),
@@ -298,7 +298,7 @@ def _group_mass(request: Request, k: Tensor) -> Tensor:
     groups = as_bytes(live_groups(request.keep, batch, k_len, columns, k.device)).contiguous()
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
     ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
-        q, k, groups, mass, *row_strides(q), *row_strides(k), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
+        q, k, groups, mass, *row_strides(q, k), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
         columns, q_len, k_len,
         UNIT=row_unit(q), D=head_dim, BM=tile.queries, BN=tile.keys,
         BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32, IS_CAUSAL=request.is_causal,
@@ -396,7 +396,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     queries = min(tile.queries, block)
     attention.attention_kernel[(batch * heads * mask.num_q_blocks * (block // queries),)](
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
-        *row_strides(q), *row_strides(keys.k), *row_strides(keys.v), *row_strides(out),
+        *row_strides(q, keys.k, keys.v, out),
         rows.stride(0) if rows.dim() == 2 else 0, request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks,
         mask.num_k_blocks, stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
         UNIT=row_unit(q), D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, KEYS=mask.k_block, BM=queries,
@@ -511,17 +511,20 @@ def whole_rows(x: Tensor) -> Tensor:
 
     So kernels have no variants for strides.
     """
-    unit = row_unit(x)
-    apart = (stride % unit for stride, number in zip(x.stride()[:3], x.shape[:3], strict=True) if number > 1)
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(apart):
-        return x
+    unit, (b, h, s, d) = row_unit(x), x.stride()
+    if d == 1 and x.data_ptr() % 16 == 0:
+        if not (b % unit or h % unit or s % unit):
+            return x
+        sides = zip((b, h, s), x.shape, strict=False)  # the stride of a side of 1 is never used
+        if not any(stride % unit for stride, number in sides if number > 1):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, heads and tokens, in units of `row_unit`."""
-    unit, (b, h, s, _) = row_unit(x), x.stride()
-    return b // unit, h // unit, s // unit
+def row_strides(*tensors: Tensor) -> list[int]:
+    """Of batch, heads and tokens, of one tensor after the other, in units of the first one's `row_unit`."""
+    unit = row_unit(tensors[0])
+    return [stride // unit for x in tensors for stride in x.stride()[:3]]
 
 
 def _padded(head_dim: int) -> int:
