@@ -24,8 +24,7 @@ ON_GPU = [  # the marks of a test for `pytest -m gpu`
     pytest.mark.timeout(1800),  # the first call compiles
 ]
 
-# Triton compiles a kernel again for a size that is 1, or divisible by 16. These lengths are neither, nor are their
-# numbers of blocks, so that they share kernels: 9 to 15 blocks of 128, 17 to 31 of 64.
+# ragged: neither these lengths nor their numbers of blocks are multiples of 16
 GRID, TXT, LENGTH = (5, 13, 20), 50, 1350
 IMAGE, IMAGE_TXT = (1, 27, 37), 31  # 1030 tokens
 SPANS = [{"start": 10, "latent_shape": [1, 20, 20]}, {"start": 450, "latent_shape": [4, 10, 20]}]

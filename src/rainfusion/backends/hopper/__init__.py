@@ -58,7 +58,7 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return f"takes blocks of {_BLOCK} queries, got {call.method.block_size}"
     if call.is_causal:
         return "has no causal kernel"
-    return None
+    return triton.too_long(call, shapes)
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:
@@ -77,12 +77,14 @@ def _unquantised(request: Request, keys: Keys | None) -> Keys | None:
 
 def prepare(request: Request) -> Keys:
     """What `triton.prepare` does, and quantises."""
-    k, v, layout, keep, precision = request.k, request.v, request.k_layout, request.keep, request.method.precision
+    layout, keep, precision = request.k_layout, request.keep, request.method.precision
     if precision == "native":
-        return triton.prepare(request, copy=not (_suits_copy_engine(k) and _suits_copy_engine(v)))
+        keys = triton.prepare(request)
+        return keys._replace(k=_for_copy_engine(keys.k), v=_for_copy_engine(keys.v))
 
     from rainfusion.backends.hopper.kernels import quantise
 
+    k, v = triton.whole_rows(request.k), triton.whole_rows(request.v)
     batch, heads, length, head_dim = k.shape
     blocks, size, padded = layout.num_blocks, layout.block_size, _padded(head_dim)
     pieces = _BLOCK // size  # blocks to a tile
@@ -91,8 +93,9 @@ def prepare(request: Request) -> Keys:
     weights = triton.stand_in_weights(request, key_bias, _BLOCK) if stand_ins else None
     spare = triton.stand_in_blocks(weights, size)
     flags = None if keep is None else triton.as_bytes(keep)
-    sizes = dict(D=head_dim, D_PAD=padded, KEYS=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
-    strides = (*k.stride(), *v.stride(), heads, length, blocks)
+    sizes = dict(UNIT=triton.row_unit(k), D=head_dim, D_PAD=padded, KEYS=size)
+    sizes.update(HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
+    strides = (*triton.row_strides(k, v), heads, length, blocks)
     spreads = triton.new_spreads(request)
     pooled, warps = _pooled_at_once(k, size, spreads is not None)
     slices = math.ceil(length / pooled)
@@ -123,8 +126,8 @@ def prepare(request: Request) -> Keys:
     if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
-            means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
-            FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
+            means, v_means, layout.order, live, *found, *triton.row_strides(means, v_means),
+            heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means), HAS_ORDER=False),
         )  # fmt: skip
     dtype = spread.means_dtype(request.method, k.dtype)
     means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
@@ -146,7 +149,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     """The kernel has one arithmetic, whatever `inner_precise` is."""
     from rainfusion.backends.hopper.kernels.attention import hopper_attention_kernel
 
-    q, q_layout = request.q, request.q_layout
+    q, q_layout = triton.whole_rows(request.q), request.q_layout
     batch, heads, q_len, head_dim = q.shape
     padded = _padded(head_dim)
     out = torch.empty_like(q)
@@ -164,8 +167,9 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
-        *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E,
-        mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, request.gqa_ratio, q_len, keys.length,
+        *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
+        abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
+        request.gqa_ratio, q_len, keys.length,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
@@ -201,11 +205,10 @@ def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> object:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], types[dtype])
 
 
-def _suits_copy_engine(x: Tensor) -> bool:
-    """It wants contiguous rows, and strides and address in multiples of 16 bytes."""
-    outer = x.stride()[:-1]
-    aligned = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in outer)
-    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+def _for_copy_engine(x: Tensor) -> Tensor:
+    """x, of whole rows, or a copy: it wants strides in multiples of 16 bytes, and none of 0."""
+    suits = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return x if suits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(head_dim: int) -> int:

@@ -7,15 +7,16 @@ softmax does not see, but it would take most of the range of eight bits.
 import triton
 import triton.language as tl
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
 from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def statistics_kernel(
-    k, v, order, keep, k_means, v_means, v_largest, k_bounds, spreads,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
+    k, v, order, keep, means, v_means, v_largest, k_bounds, spreads,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
     """fp32 [B, H, N, D]: the mean of the keys in each block of KEYS, and if asked for of its values.
 
@@ -33,14 +34,14 @@ def statistics_kernel(
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     m_x = m_row[:, None] & m_d[None, :]
-    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
-    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
+    p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_token[:, None] * (k_stride_s * UNIT) + o_d[None, :]
+    p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
     b_k = tl.load(p_k, mask=m_x, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
     if PIECES == 1:
         number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
         b_mean = tl.sum(b_k, 0) / number
-        tl.store(k_means + pid * D + o_d, b_mean, mask=m_d)
+        tl.store(means + pid * D + o_d, b_mean, mask=m_d)
         if v_means is not None:
             tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
         if spreads is not None:
@@ -53,7 +54,7 @@ def statistics_kernel(
         m_mean = (o_block < N)[:, None] & m_d[None, :]
         b_pieces = tl.reshape(b_k, [PIECES, KEYS, D_PAD])
         b_means = tl.sum(b_pieces, 1) / b_number
-        tl.store(k_means + o_mean, b_means, mask=m_mean)
+        tl.store(means + o_mean, b_means, mask=m_mean)
         if spreads is not None:
             b_apart = tl.where(tl.reshape(m_x, [PIECES, KEYS, D_PAD]), b_pieces - b_means[:, None, :], 0.0)
             b_spread = tl.sum(tl.sum(b_apart * b_apart, 2), 1)[:, None] / b_number
@@ -68,9 +69,9 @@ def statistics_kernel(
     tl.store(v_largest + pid * D + o_d, tl.max(tl.abs(b_v), 0), mask=m_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def channels_kernel(
-    k_means, v_largest, k_bounds, k_mean, v_scale, k_scale, N, SLICES,
+    means, v_largest, k_bounds, k_mean, v_scale, k_scale, N, SLICES,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Over all blocks of a head: fp32 [B, H, D], the mean of the block means, and the scale of v's channels.
@@ -89,7 +90,7 @@ def channels_kernel(
         o_n = first + tl.arange(0, ROWS)
         o_x = (bh * N + o_n)[:, None] * D + o_d[None, :]
         m_x = (o_n < N)[:, None] & m_d[None, :]
-        b_means = tl.load(k_means + o_x, mask=m_x, other=0.0)
+        b_means = tl.load(means + o_x, mask=m_x, other=0.0)
         b_sum += tl.sum(b_means, 0)
         number += tl.sum((tl.max(tl.abs(b_means), 1) > 0).to(tl.float32), 0)
         o_slice = (bh * SLICES + o_n)[:, None]
@@ -109,11 +110,11 @@ def channels_kernel(
         tl.store(k_scale + bh, tl.maximum(largest, 1e-30) / (127.0 if INT8 else 448.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def quantise_kernel(
     k, v, order, keep, k_mean, v_scale, k_out, v_out, k_scale,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
-    FIRST, ALL, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, FIRST, ALL,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """k -> [B, H, ALL * KEYS, D]; v -> e4m3 [B, H, ALL * D_PAD, KEYS], blocks transposed.
@@ -138,7 +139,7 @@ def quantise_kernel(
 
     o_token, m_row = tokens_at(tile * BLOCK + o_row, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     m_x = m_row[:, None] & m_d[None, :]
-    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
+    p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_token[:, None] * (k_stride_s * UNIT) + o_d[None, :]
     b_mean = tl.load(k_mean + bh * D + o_d, mask=m_d, other=0.0)
     b_k = tl.where(m_x, tl.load(p_k, mask=m_x, other=0.0).to(tl.float32) - b_mean[None, :], 0.0)
     m_k = m_d[None, :]
@@ -156,11 +157,12 @@ def quantise_kernel(
         b_k = (b_k + 12582912.0) - 12582912.0  # to the nearest integer
     elif PIECES > 1:
         b_k = b_k + b_k * 0.0
-    tl.store(k_out + (place * KEYS + o_row)[:, None] * D + o_d[None, :], b_k.to(k_out.dtype.element_ty), mask=m_k)
+    p_out = k_out + (place * KEYS + o_row)[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_k.to(k_out.dtype.element_ty), mask=m_k)
 
     o_key = (o_row // 16) * 16 + ((o_row // 2) % 2) * 8 + ((o_row // 4) % 4) * 2 + o_row % 2
     o_token, m_key = tokens_at(tile * BLOCK + o_key, order, keep, b, S, HAS_ORDER, HAS_KEEP)
-    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
+    p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
     b_v = tl.load(p_v, mask=m_key[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_v = b_v / tl.load(v_scale + bh * D + o_d, mask=m_d, other=1.0)[None, :]
     if PIECES > 1 and INT8:  # integers have no NaN: the values show it

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
+
 
 @triton.jit
 def _added(b_s, b_v, b_m, b_l, b_acc, PRECISION: tl.constexpr):
@@ -18,15 +20,14 @@ def _added(b_s, b_v, b_m, b_l, b_acc, PRECISION: tl.constexpr):
     return b_new, b_l, b_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def attention_kernel(
     q, k, v, out, lse, counts, indices, schedule, order, bias, stand_ins,
-    q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
-    v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-    schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    STAND_INS: tl.constexpr, PRECISION: tl.constexpr,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    out_stride_b, out_stride_h, out_stride_s, schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, STAND_INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
@@ -50,11 +51,11 @@ def attention_kernel(
         o_token = o_pos.to(tl.int64)
     o_d = tl.arange(0, D_PAD)
     m_d = (o_d < D)[None, :]
-    p_q = q + b * q_stride_b + h * q_stride_h + o_token[:, None] * q_stride_s + o_d[None, :] * q_stride_d
+    p_q = q + (b * q_stride_b + h * q_stride_h) * UNIT + o_token[:, None] * (q_stride_s * UNIT) + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & m_d, other=0.0)  # [BM, D_PAD]
     o_n = tl.arange(0, BN)
-    p_k = k + b * k_stride_b + (h // SHARED) * k_stride_h + o_d[None, :] * k_stride_d
-    p_v = v + b * v_stride_b + (h // SHARED) * v_stride_h + o_d[None, :] * v_stride_d
+    p_k = k + (b * k_stride_b + (h // SHARED) * k_stride_h) * UNIT + o_d[None, :]
+    p_v = v + (b * v_stride_b + (h // SHARED) * v_stride_h) * UNIT + o_d[None, :]
     p_index = indices + (bh * NQ + row) * NK
     count = tl.load(counts + bh * NQ + row)
     b_m = tl.full([BM], float("-inf"), tl.float32)
@@ -63,8 +64,8 @@ def attention_kernel(
     if STAND_INS:
         for ahead in tl.range(0, SPARE * KEYS, BN, num_stages=1):
             o_mean = (NK * KEYS + ahead + o_n).to(tl.int64)
-            b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_d, other=0.0)
-            b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_d, other=0.0)
+            b_k = tl.load(p_k + o_mean[:, None] * (k_stride_s * UNIT), mask=m_d, other=0.0)
+            b_v = tl.load(p_v + o_mean[:, None] * (v_stride_s * UNIT), mask=m_d, other=0.0)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
             p_bias = stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead)
             b_s = b_s + tl.load(p_bias + o_n).to(tl.float32)[None, :]
@@ -81,8 +82,8 @@ def attention_kernel(
             o_key = tl.load(p_index + o_at // KEYS, mask=m_n, other=0).to(tl.int64) * KEYS + o_at % KEYS
             m_n = m_n & (o_key < Sk)
             some_missing, some_later = True, True
-        b_k = tl.load(p_k + o_key[:, None] * k_stride_s, mask=m_n[:, None] & m_d, other=0.0)
-        b_v = tl.load(p_v + o_key[:, None] * v_stride_s, mask=m_n[:, None] & m_d, other=0.0)
+        b_k = tl.load(p_k + o_key[:, None] * (k_stride_s * UNIT), mask=m_n[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_v + o_key[:, None] * (v_stride_s * UNIT), mask=m_n[:, None] & m_d, other=0.0)
         # [BM, D_PAD] @ [D_PAD, BN] -> [BM, BN]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
         if HAS_BIAS:
@@ -93,7 +94,8 @@ def attention_kernel(
             b_s = tl.where(o_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
         b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, PRECISION)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
-    p_out = out + b * out_stride_b + h * out_stride_h + o_token[:, None] * out_stride_s + o_d[None, :] * out_stride_d
+    p_out = out + (b * out_stride_b + h * out_stride_h) * UNIT
+    p_out = p_out + o_token[:, None] * (out_stride_s * UNIT) + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m[:, None] & m_d)
     if HAS_LSE:
         b_lse = tl.where(b_l == 0.0, float("-inf"), (b_m + tl.math.log2(b_l)) * 0.6931471805599453)
