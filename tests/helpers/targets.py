@@ -40,6 +40,13 @@ class Target(NamedTuple):
         return "hip" if isinstance(self.arch, str) else divmod(self.arch, 10)
 
     @property
+    def eight_bits(self) -> tuple[str, ...]:
+        """What `triton` quantises to there, as its `why_not` says."""
+        if self.arch == "gfx1100":
+            return ()
+        return ("int8", "fp8") if self.backend == "hip" or self.arch >= 89 else ("int8",)
+
+    @property
     def exact_products(self) -> str:
         return "ieee" if self.backend == "hip" else "tf32x3"
 
@@ -58,6 +65,7 @@ TENSOR_MEMORY = 512  # columns of it on sm_100
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
@@ -109,6 +117,26 @@ def calls(everything: bool) -> Iterator[Call]:
         for is_causal in (False, True):
             choice = dict(ada_bsa, keep_sink=sink, keep_recent=recent, is_causal=is_causal, cdf_threshold=1.0)
             yield Call(torch.bfloat16, 128, choice, masked=is_causal)
+
+
+def quantised_calls(target: Target, everything: bool) -> Iterator[Call]:
+    video = dict(sparse_type="rf_v2", sparsity=0.5, latent_shape_q=GRID, latent_shape_k=GRID, txt_len=TXT)
+    for precision in target.eight_bits:
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision, block_size=(128, 32), compensate=True))
+        if not everything:
+            continue
+        for head_dim in (64, 72, 128, 256):
+            for block_size in (64, 128, (128, 64), (128, 32)):
+                here = dict(video, precision=precision, block_size=block_size)
+                yield Call(torch.bfloat16, head_dim, here)
+                yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True), return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="spread"), masked=True)
+                causal = dict(precision=precision, block_size=block_size, is_causal=True)
+                yield Call(torch.bfloat16, head_dim, causal, given=True, return_lse=True)
+        yield Call(torch.float16, 128, dict(video, precision=precision, scale=-1.0), masked=True)
+        yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision), strided=True)
 
 
 def hopper_calls(everything: bool) -> Iterator[Call]:
@@ -211,7 +239,10 @@ def launches(target: Target, everything: bool) -> list[Launch]:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         patches.enter_context(mock.patch.object(backend, "_capability", return_value=target.capability))
         patches.enter_context(mock.patch.object(backend, "_exact_products", return_value=target.exact_products))
+        patches.enter_context(mock.patch.object(torch.version, "hip", "7.0" if target.backend == "hip" else None))
         for call in calls(everything):
+            run(call, backend)
+        for call in quantised_calls(target, everything):
             run(call, backend)
         for call in hopper_calls(everything) if target.capability == (9, 0) else ():
             run(call, hopper)
