@@ -78,8 +78,8 @@ def prepare(request: Request, form: Form) -> Keys:
     bounds = None if pieces == 1 else new(slices, 2, head_dim)
     k_scale = new(blocks + spare if pieces == 1 else 1)
     k_out = new((blocks + spare) * size, width, dtype=form.k)
-    turned = v_scale is not None
-    v_out = new(*((blocks + spare) * padded, size) if turned else k_out.shape[2:], dtype=form.v)
+    v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
+    v_out = new(*v_shape, dtype=form.v)
     quantise.statistics_kernel[(batch * heads * slices,)](
         k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
         BLOCK=pooled, **sizes, num_warps=warps,
@@ -105,9 +105,7 @@ def prepare(request: Request, form: Form) -> Keys:
         )  # fmt: skip
     dtype = triton.means_dtype(request)
     means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
-    values = v_out if turned else v_out[..., :head_dim]
-    scales = Scales(k_scale, v_scale, k_mean)
-    return Keys(k_out[..., :head_dim], values, means, key_bias, length, weights, scales, spreads)
+    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
 
 
 def _pooled_at_once(k: Tensor, size: int, pieces: int, spreads: bool) -> tuple[int, int]:

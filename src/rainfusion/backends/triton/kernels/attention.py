@@ -57,14 +57,16 @@ def attention_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
     schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
     STAND_INS: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
     BLOCK tokens are a block of queries, KEYS one of keys: BN keys at a time are part of a block, or several blocks.
-    q rows are read, and out rows written, through `order`; k and v are in block order already. bias fp32
+    q rows are read, and out rows written, through `order`; k and v are in block order already, WIDTH channels wide:
+    D, or if quantised zeros up to whole words. bias fp32
     [B, NK * KEYS], in units of log2, -inf where a key does not count. stand_ins fp32 or fp16
     [B, H, NQ, SPARE * KEYS + BLOCK]: the same for the means behind the keys, see `stand_ins_kernel`.
 
@@ -107,6 +109,7 @@ def attention_kernel(
         else:
             factor = factor * tl.load(k_scale + k_bh)
     o_n = tl.arange(0, BN)
+    m_k = (o_d < WIDTH)[None, :]
     p_k = k + b * k_stride_b + (h // SHARED) * k_stride_h + o_d[None, :] * k_stride_d
     p_values = v + b * v_stride_b + (h // SHARED) * v_stride_h
     p_v = p_values + o_d[None, :] * v_stride_d
@@ -118,11 +121,11 @@ def attention_kernel(
     if STAND_INS:
         for ahead in tl.range(0, SPARE * KEYS, BN, num_stages=1):
             o_mean = (NK * KEYS + ahead + o_n).to(tl.int64)
-            b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_d, other=0.0)
+            b_k = tl.load(p_k + o_mean[:, None] * k_stride_s, mask=m_k, other=0.0)
             if TURNED:
                 b_v = _turned_values(p_values, o_mean, None, o_d, D_PAD, KEYS)
             else:
-                b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_d, other=0.0)
+                b_v = tl.load(p_v + o_mean[:, None] * v_stride_s, mask=m_k, other=0.0)
             b_s = _logits(b_q, b_k, factor, scales, NK + ahead // KEYS, PRECISION)
             p_bias = stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead)
             b_s = b_s + tl.load(p_bias + o_n).to(tl.float32)[None, :]
@@ -142,11 +145,11 @@ def attention_kernel(
             o_key = tl.load(p_index + o_at // KEYS, mask=m_slot, other=0).to(tl.int64) * KEYS + o_at % KEYS
             m_n = m_slot & (o_key < Sk)
             some_missing, some_later = True, True
-        b_k = tl.load(p_k + o_key[:, None] * k_stride_s, mask=m_n[:, None] & m_d, other=0.0)
+        b_k = tl.load(p_k + o_key[:, None] * k_stride_s, mask=m_n[:, None] & m_k, other=0.0)
         if TURNED:
             b_v = _turned_values(p_values, o_key, m_slot, o_d, D_PAD, KEYS)
         else:
-            b_v = tl.load(p_v + o_key[:, None] * v_stride_s, mask=m_n[:, None] & m_d, other=0.0)
+            b_v = tl.load(p_v + o_key[:, None] * v_stride_s, mask=m_n[:, None] & m_k, other=0.0)
         b_s = _logits(b_q, b_k, factor, scales, block, PRECISION)
         if HAS_BIAS:
             b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key, mask=m_n, other=float("-inf"))[None, :]

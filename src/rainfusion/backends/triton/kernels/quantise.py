@@ -148,7 +148,7 @@ def quantise_kernel(
     p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
     b_mean = tl.load(k_mean + bh * D + o_d, mask=m_d, other=0.0)
     b_k = tl.where(m_x, tl.load(p_k, mask=m_x, other=0.0).to(tl.float32) - b_mean[None, :], 0.0)
-    m_out = m_d[None, :]
+    m_out = (o_d < WIDTH)[None, :]  # zeros past D
     if PIECES == 1:
         scale = tl.maximum(tl.max(tl.max(tl.abs(b_k), 1), 0), 1e-30) / LARGEST
         scale = scale + tl.sum(tl.sum(b_k * 0.0, 1), 0)  # a NaN or infinity makes it NaN, and so shows
