@@ -712,7 +712,7 @@ def test_no_keys_at_all_give_zeros(sparse_type, compensate):
     [
         (dict(dtype=torch.float64), "takes float16, bfloat16 and float32, got float64"),
         (dict(dim=257), "takes head dims up to 256, got 257"),
-        (dict(precision="int8"), "has no int8 kernels"),
+        (dict(precision="int8"), "takes float16 and bfloat16 with precision='int8', got float32"),
     ],
 )
 def test_what_it_cannot_do_is_said(change, words):

@@ -10,6 +10,7 @@ import torch
 
 from rainfusion import backends
 from rainfusion.backends import triton as triton_backend
+from rainfusion.options import PRECISIONS
 from rainfusion.planning import planned
 
 TESTS = Path(__file__).parents[1]
@@ -24,7 +25,9 @@ def run(*arguments):
 
 
 @ON_LINUX
-@pytest.mark.parametrize("options", ["triton", "hopper native", "hopper fp8", "hopper int8"])
+@pytest.mark.parametrize(
+    "options", [f"{backend} {precision}" for backend in ("triton", "hopper") for precision in PRECISIONS]
+)
 def test_the_first_call_compiles_everything(options):
     """Lengths, grids, text, batches, heads and strides of all kinds launch the same variants of the same kernels."""
     done = run(SCRIPT, "--options", options)
@@ -40,7 +43,7 @@ def test_a_kernel_that_is_compiled_again_is_found():
     code = (
         f"import sys; sys.path.insert(0, {str(TESTS)!r}); from helpers import variants; "
         f"from rainfusion.backends.triton.kernels import blocks; {known}; "
-        "sys.argv += ['--options', 'triton fp32']; sys.exit(variants.main())"
+        "sys.argv += ['--options', 'triton native fp32']; sys.exit(variants.main())"
     )
     done = run("-c", code)
     assert done.returncode == 1, done.stdout + done.stderr

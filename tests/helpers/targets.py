@@ -41,6 +41,13 @@ class Target(NamedTuple):
         return "hip" if isinstance(self.arch, str) else divmod(self.arch, 10)
 
     @property
+    def eight_bits(self) -> tuple[str, ...]:
+        """What `triton` quantises to there, as its `why_not` says."""
+        if self.arch == "gfx1100":
+            return ()
+        return ("int8", "fp8") if self.backend == "hip" or self.arch >= 89 else ("int8",)
+
+    @property
     def exact_products(self) -> str:
         return "ieee" if self.backend == "hip" else "tf32x3"
 
@@ -134,6 +141,26 @@ def calls(everything: bool) -> Iterator[Call]:
             yield Call(torch.bfloat16, 128, choice, masked=is_causal)
 
 
+def quantised_calls(target: Target, everything: bool) -> Iterator[Call]:
+    video = dict(sparse_type="rf_v2", sparsity=0.5)
+    for precision in target.eight_bits:
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision, block_size=(128, 32), compensate=True))
+        if not everything:
+            continue
+        for head_dim in (64, 72, 128, 256):
+            for block_size in (64, 128, (128, 64), (128, 32)):
+                here = dict(video, precision=precision, block_size=block_size)
+                yield Call(torch.bfloat16, head_dim, here)
+                yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True), return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="spread"), masked=True)
+                causal = dict(precision=precision, block_size=block_size, is_causal=True)
+                yield Call(torch.bfloat16, head_dim, causal, given=True, return_lse=True)
+        yield Call(torch.float16, 128, dict(video, precision=precision, scale=-1.0), masked=True)
+        yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision))
+
+
 def hopper_calls(everything: bool) -> Iterator[Call]:
     video = dict(sparse_type="rf_v2", sparsity=0.5)
     for precision in ("native", "fp8", "int8"):
@@ -224,6 +251,7 @@ def recorded(target: Target, record: Callable[[Launch], Any]) -> Iterator[None]:
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
         patches.enter_context(mock.patch.object(backend, "_capability", return_value=target.capability))
         patches.enter_context(mock.patch.object(backend, "_exact_products", return_value=target.exact_products))
+        patches.enter_context(mock.patch.object(torch.version, "hip", "7.0" if target.backend == "hip" else None))
         yield
 
 
@@ -235,6 +263,8 @@ def launches(target: Target, everything: bool) -> list[Launch]:
     found: dict[str, Launch] = {}
     with recorded(target, lambda launch: found.setdefault(launch.key, launch)):
         for call in calls(everything):
+            run(call, backend)
+        for call in quantised_calls(target, everything):
             run(call, backend)
         for call in hopper_calls(everything) if target.capability == (9, 0) else ():
             run(call, hopper)

@@ -74,10 +74,11 @@ def sets_of_options() -> Iterator[Options]:
         " compensate": dict(compensate=True),
         " submeans": dict(predictor="submeans"),
         " submeans compensate": dict(predictor="submeans", compensate=True),
+        " spread": dict(predictor="spread"),
         " spread compensate": dict(predictor="spread", compensate=True),
     }
-    for backend, precisions in (("triton", ("native",)), ("hopper", ("native", "fp8", "int8"))):
-        for precision in precisions:
+    for backend in ("triton", "hopper"):
+        for precision in ("native", "fp8", "int8"):
             for block_size in (128, (128, 32)):
                 for name, options in better.items():
                     for masked in (False, True):
@@ -88,9 +89,13 @@ def sets_of_options() -> Iterator[Options]:
             yield Options(f"{name} exact", backend, Call(bf16, 128, dict(here, exact_budget=True)))
             yield Options(f"{name} free", backend, Call(bf16, 128, dict(here, first_frame="free")))
             yield Options(f"{name} no grid", backend, Call(bf16, 128, dict(here, grid=False)))
+            for block_size in (128, (128, 32)):
+                spread = dict(here, grid=False, predictor="spread", block_size=block_size)
+                yield Options(f"{name} {block_size} spread no grid", backend, Call(bf16, 128, spread))
             yield Options(f"{name} by head", backend, Call(bf16, 128, dict(here, sparsity="by head")), MORE_HEADS)
-            finer = dict(here, sparsity="by head", block_size=(128, 32))
-            yield Options(f"{name} (128, 32) by head", backend, Call(bf16, 128, finer), MORE_HEADS)
+            finer = dict(here, block_size=(128, 32))
+            by_head = dict(finer, sparsity="by head")
+            yield Options(f"{name} (128, 32) by head", backend, Call(bf16, 128, by_head), MORE_HEADS)
             error = dict(sparse_type="rf_v2", precision=precision, target_error=0.1)
             yield Options(f"{name} by error", backend, Call(bf16, 128, error), SHORT)
             yield Options(f"{name} lse", backend, Call(bf16, 128, here, return_lse=True))
@@ -99,12 +104,19 @@ def sets_of_options() -> Iterator[Options]:
             yield Options(f"{name} ada_bsa masked", backend, Call(bf16, 128, dict(ada_bsa, precision=precision), True))
             yield Options(f"{name} given", backend, Call(bf16, 128, dict(precision=precision), given=True))
             yield Options(f"{name} dense", backend, Call(bf16, 128, dict(precision=precision)))
-    yield Options("triton fp32", "triton", Call(torch.float32, 64, video))
-    yield Options("triton blocks of 64", "triton", Call(bf16, 64, dict(video, block_size=64, compensate=True)))
-    yield Options("triton head dim 18", "triton", Call(bf16, 18, dict(video, compensate=True)))  # rows at any address
-    finer = dict(video, predictor="spread", compensate=True, block_size=(128, 32))
-    yield Options("triton head dim 18 (128, 32)", "triton", Call(bf16, 18, finer, True))
-    yield Options("triton causal", "triton", Call(bf16, 128, dict(ada_bsa, is_causal=True)))
+            if backend == "hopper":
+                continue
+            yield Options(f"{name} blocks of 64", backend, Call(bf16, 64, dict(here, block_size=64, compensate=True)))
+            yield Options(f"{name} head dim 256", backend, Call(bf16, 256, dict(here, compensate=True)), SHORT)
+            # rows at any address
+            yield Options(f"{name} head dim 18", backend, Call(bf16, 18, dict(here, compensate=True)))
+            finer = dict(finer, predictor="spread", compensate=True)
+            yield Options(f"{name} head dim 18 (128, 32)", backend, Call(bf16, 18, finer, True))
+            causal = dict(ada_bsa, is_causal=True, precision=precision)
+            yield Options(f"{name} causal", backend, Call(bf16, 128, causal))
+    yield Options("triton native fp32", "triton", Call(torch.float32, 64, video))
+    spread = dict(video, predictor="spread", compensate=True)
+    yield Options("triton native fp32 spread", "triton", Call(torch.float32, 64, spread))
 
 
 def variants(options: Options) -> dict[str, tuple[Launch, list[Size]]]:

@@ -5,7 +5,7 @@
     means --> scores --> best blocks --> list    on the device
     q rows through `order` --> attention --> out rows through `order`
 
-`hopper` shares all stages but the last, and quantises in the first.
+`hopper` shares all stages but the last. Where `precision` asks for eight bits, the first quantises: see `quantising`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from rainfusion.slabs import even_slabs
 T = TypeVar("T")
 
 READS_BACK = False
-SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3)}}  # of an H200
+_NATIVE = Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3)  # of an H200
+# int8 and fp8 were not timed: taken to be no faster, and two launches more
+_QUANTISED = _NATIVE._replace(start=40e-6, host=0.44e-3, host_of_option=0.12e-3)
+SPEEDS = {"cuda": {"native": _NATIVE, "int8": _QUANTISED, "fp8": _QUANTISED}}
 MAX_HEAD_DIM = 256
 _RANKED = 131072  # keys whose blocks registers hold while a row is ranked; a row may have up to 16 times as many
 MAX_KEYS = 16 * _RANKED
-PRECISIONS = ("native",)
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
 _FEW_SCORES, _MANY_SCORES = 16 * 2**20, 128 * 2**20  # bytes of them at once, where a list cannot take their memory
@@ -60,9 +62,27 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return "takes float16, bfloat16 and float32, got float64"
     if shapes.head_dim > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, got {shapes.head_dim}"
-    if call.method.precision not in PRECISIONS:
-        return f"has no {call.method.precision} kernels"
-    return too_long(call, shapes)
+    reason = None if call.method.precision == "native" else _why_not_quantised(call.method.precision, shapes)
+    return reason or too_long(call, shapes)
+
+
+def _why_not_quantised(precision: str, shapes: Shapes) -> str | None:
+    """Eight bits need tensor cores for them."""
+    if shapes.dtype.itemsize != 2:
+        dtype = str(shapes.dtype).removeprefix("torch.")
+        return f"takes float16 and bfloat16 with precision={precision!r}, got {dtype}"
+    if shapes.device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        found = torch.cuda.get_device_properties(shapes.device).gcnArchName.partition(":")[0]
+        return None if found == "gfx942" else f"has {precision} kernels for one AMD GPU, gfx942 (MI300), found {found}"
+    major, minor = torch.cuda.get_device_capability(shapes.device)
+    if precision == "fp8" and (major, minor) < (8, 9):
+        return (
+            f"needs compute capability 8.9 or newer for fp8 (RTX 40, L40, H100 and later), found {major}.{minor}, "
+            "which has int8"
+        )
+    return None
 
 
 def too_long(call: Call, shapes: Shapes) -> str | None:
@@ -101,6 +121,10 @@ def prepare(request: Request) -> Keys:
     One mean of each block is found on the way; the means of k and v that stand in for skipped blocks follow the last
     block, from NK * block_size on.
     """
+    if request.method.precision != "native":
+        from rainfusion.backends.triton import quantising
+
+        return quantising.prepare(request, quantising.form(request))
     k, v, layout, keep = whole_rows(request.k), whole_rows(request.v), request.k_layout, request.keep
     parts, stand_ins = pooled_parts(request), request.method.compensate
     bias = None if keep is None else key_bias(layout, keep, request.bias)
@@ -225,8 +249,10 @@ def scores(request: Request, keys: Keys | None) -> Tensor:
     """fp32 [B, H, NQ, NK], the same with keys that were prepared as without, bit for bit."""
     keep = request.keep
     if request.method.strategy == "ada_bsa":
+        if keys is not None and keys.scales is None:
+            return _group_mass(request, keys.k)
         clean = request.k if keep is None else request.k.masked_fill(~keep[:, None, :, None], 0.0)
-        return _group_mass(request, clean if keys is None else keys.k)
+        return _group_mass(request, clean)
     return _rf_v2_scores(request, _means(request, keys))
 
 
@@ -383,6 +409,7 @@ def heavy_first(mask: BlockMask) -> Tensor:
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
     """The attention kernel: reads q's rows, and writes those of out, through the order of the layout."""
+    from rainfusion.backends.triton import quantising
     from rainfusion.backends.triton.kernels import attention, tuning
 
     q, q_layout, block = whole_rows(request.q), request.q_layout, mask.q_block
@@ -390,18 +417,26 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
     rows, stand_ins = row_schedule(request, mask), stand_in_bias(request, mask, keys)
-    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize, stand_ins is not None)
+    if keys.scales is None:
+        padded = _padded(head_dim)
+        tile = tuning.attention_tile(_capability(q), padded, q.dtype.itemsize, stand_ins is not None)
+    else:
+        padded = quantising.padded(head_dim)
+        tile = tuning.quantised_tile(_capability(q), padded)
+    k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
     queries = min(tile.queries, block)
     attention.attention_kernel[(batch * heads * mask.num_q_blocks * (block // queries),)](
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
-        *row_strides(q, keys.k, keys.v, out),
+        k_scale, v_scale, k_mean, *row_strides(q, out), *row_strides(keys.k), *row_strides(keys.v),
         rows.stride(0) if rows.dim() == 2 else 0, request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks,
         mask.num_k_blocks, stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
-        UNIT=row_unit(q), D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, KEYS=mask.k_block, BM=queries,
-        BN=min(tile.keys, block), HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None,
-        HAS_LSE=request.return_lse, IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
-        PRECISION=_products(q, request.method.inner_precise), num_warps=tile.warps, num_stages=tile.stages,
+        UNIT=row_unit(q), K_UNIT=row_unit(keys.k), V_UNIT=row_unit(keys.v), D=head_dim, D_PAD=padded,
+        WIDTH=keys.k.shape[3], BLOCK=block, KEYS=mask.k_block, BM=queries, BN=min(tile.keys, block),
+        HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=request.return_lse,
+        IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
+        PRECISION=_products(q, request.method.inner_precise), LARGEST=quantising.LARGEST.get(keys.k.dtype),
+        SHIFT=quantising.shift(keys.v.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
