@@ -26,6 +26,7 @@ CALLS = {
     "enable, int8": dict(BETTER, precision="int8"),
     "finer keys": dict(BETTER, predictor="spread", block_size=(128, 32)),
     "finer keys, fp8": dict(BETTER, block_size=(128, 32), precision="fp8"),
+    "finer keys, int8": dict(BETTER, predictor="spread", block_size=(128, 32), precision="int8"),
     "exact": dict(RF_V2, exact_budget=True),
     "ada_bsa": dict(sparse_type="ada_bsa", sparsity=0.3, cdf_threshold=0.9),
 }
@@ -102,13 +103,18 @@ def test_other_sizes_compile_nothing(backend, name, masked):
         assert found == [], size
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(64, FP32), (72, BF16), (20, BF16)])
-def test_other_sizes_compile_nothing_with_other_rows(dim, dtype):
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype"),
+    [("enable", 64, FP32), ("enable", 72, BF16), ("enable", 20, BF16), ("enable, int8", 72, BF16),
+     ("enable, int8", 20, BF16), ("enable, fp8", 20, BF16)],
+)  # fmt: skip
+def test_other_sizes_compile_nothing_with_other_rows(name, dim, dtype):
     """Of fp32, and of rows that are no multiple of 16 bytes."""
-    assert call("triton", "enable", SIZES[0], False, dim, dtype)
+    if not call("triton", name, SIZES[0], False, dim, dtype):
+        return  # refused, with its reason
     for size in SIZES[1:-1]:
         with compiled() as found:
-            assert call("triton", "enable", size, False, dim, dtype)
+            assert call("triton", name, size, False, dim, dtype)
         assert found == [], size
 
 
@@ -123,7 +129,7 @@ def test_the_hook_hears_of_kernels():
 def test_after_warmup_calls_compile_nothing(precision):
     """Another head dim than those of other tests, so that nothing was compiled before."""
     name, dim = {"native": ("enable", 104), "fp8": ("enable, fp8", 112), "int8": ("enable, int8", 112)}[precision]
-    if precision != "native" and not gpu.hopper():
+    if precision != "native" and not gpu.has_eight_bits(precision):
         return
     with compiled() as found:
         ready = rainfusion.warmup(Method(**CALLS[name]), head_dim=dim, masks=["none", "bool"])
