@@ -12,6 +12,7 @@ from rainfusion.integrations.stats import Stats
 from rainfusion.layout import TokenLayout
 from rainfusion.options import Method
 from rainfusion.profiles import Profile
+from rainfusion.warming import warmup
 
 __version__ = "0.2.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "predict_mask",
     "register_model",
     "sparse_attention",
+    "warmup",
 ]
 
 if not TYPE_CHECKING:

@@ -146,7 +146,7 @@ def sparse_attention(
             one for each query head; None is 0.6 for images and 0.8 for video.
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
-        precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
+        precision: `"native"`; `"int8"` (q and k), on NVIDIA GPUs from 8.0 on; `"fp8"` (e4m3), from 8.9 on; MI300 too.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
         predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
             or `"spread"`, by what is lost if the mean of a block stands for it.
@@ -309,7 +309,7 @@ def predict_mask(
             one for each query head; None is 0.6 for images and 0.8 for video.
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
-        precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
+        precision: `"native"`; `"int8"` (q and k), on NVIDIA GPUs from 8.0 on; `"fp8"` (e4m3), from 8.9 on; MI300 too.
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
         predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
             or `"spread"`, by what is lost if the mean of a block stands for it.

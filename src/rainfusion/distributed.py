@@ -380,8 +380,7 @@ def _arrangement(spec: LayoutSpec, order: bytes | None, device: torch.device) ->
 
 
 def _layout(order: Tensor, protected: Tensor, block_size: int) -> TokenLayout:
-    is_identity = torch.equal(order, torch.arange(len(order)))
-    return TokenLayout(len(order), block_size, order, _inverse(order), protected, is_identity)
+    return TokenLayout(len(order), block_size, order, _inverse(order), protected, False)
 
 
 def _inverse(order: Tensor) -> Tensor:

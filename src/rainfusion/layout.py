@@ -47,7 +47,7 @@ class TokenLayout:
     order: Tensor
     inverse: Tensor
     protected: Tensor
-    is_identity: bool
+    is_identity: bool  # nothing is asked to move: known from the options, so that kernels do not depend on the grid
     protected_first: Tensor = field(init=False, repr=False)  # int32 [N]: the blocks, heavy rows first, for kernels
     num_protected: int = field(init=False)
 
@@ -139,8 +139,8 @@ def _build(spec: LayoutSpec) -> TokenLayout:
         tokens = torch.arange(spec.seq_len)
         inverse = torch.empty_like(order)
         inverse[order] = tokens
-        is_identity = torch.equal(order, tokens)
-    return TokenLayout(spec.seq_len, spec.block_size, order, inverse, protected, is_identity)
+    stays = not spec.clips or spec.token_order == "raster"
+    return TokenLayout(spec.seq_len, spec.block_size, order, inverse, protected, stays)
 
 
 def _order_and_protected(spec: LayoutSpec) -> tuple[Tensor, Tensor]:

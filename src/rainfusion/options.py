@@ -86,7 +86,7 @@ class Method:
         token_order: rf_v2: `"window"`, a window `(wt, wh, ww)`, `"mindiesd"` or `"raster"`.
         block_size: tokens of a block: 128; 64 with rf_v2; or `(queries, keys)`, `(128, 64)` and `(128, 32)`, with
             which rows of 128 queries choose among finer blocks of keys (rf_v2).
-        precision: `"native"`; `"fp8"` (e4m3) and `"int8"` (q and k; p and v e4m3) on Hopper GPUs.
+        precision: `"native"`; `"int8"` (q and k), on NVIDIA GPUs from 8.0 on; `"fp8"` (e4m3), from 8.9 on; MI300 too.
         inner_precise: 0 for fp32 softmax and accumulation, 1 for the backend's fastest arithmetic in the same dtype.
         cdf_threshold: ada_bsa: the share of the predicted attention mass to keep, in (0, 1].
         keep_sink: ada_bsa: always keep the first block.

@@ -22,7 +22,7 @@ def assert_same(layout, expected):
     assert layout.order.tolist() == order
     assert layout.protected.tolist() == protected
     assert layout.order[layout.inverse].tolist() == list(range(layout.seq_len))
-    assert layout.is_identity == (order == list(range(len(order))))
+    assert not layout.is_identity or order == list(range(len(order)))
 
 
 @settings(max_examples=examples(150))

@@ -32,6 +32,7 @@ def test_public_names():
         "predict_mask",
         "register_model",
         "sparse_attention",
+        "warmup",
     ]
     assert all(hasattr(rainfusion, name) for name in rainfusion.__all__)
 

@@ -30,6 +30,8 @@ def run(*arguments, interpret="0"):
 def kernels_of(target):
     backends = ("triton", "hopper") if target == "sm_90" else ("triton",)
     files = [file for name in backends for file in (BACKENDS / name / "kernels").glob("*.py")]
+    if not TARGETS[target].eight_bits:
+        files = [file for file in files if file.name != "quantise.py"]
     return {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 

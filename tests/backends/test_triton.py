@@ -555,18 +555,19 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     # the list takes the scores' place, or is shorter
     indices = torch.empty_like(memory, dtype=torch.int16) if short else memory.view(torch.int32)
     candidates = columns - int(protected_k.sum()) if free_only else columns
-    head, tail = triton_backend._two_powers(columns)
+    # a row in registers, or in part, or with more parts than those
+    wide = data.draw(st.sampled_from([16, 64]))
     ranking.keep_best_kernel[(rows,)](
-        memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8) if protected_k.any() else None,
-        counts, indices, 0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, rows,
-        columns, HEAD=head, TAIL=tail, PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
+        memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
+        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, rows, columns, WIDE=wide,
+        PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), expected)
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 30.0])
-@pytest.mark.parametrize("columns", [255, 591])
-def test_rf_v2_ranks_many_numbers(columns, spread):
+@pytest.mark.parametrize(("columns", "wide"), [(255, 1024), (591, 1024), (591, 512), (591, 64), (2048, 128)])
+def test_rf_v2_ranks_many_numbers(columns, wide, spread):
     """As they come in videos: every budget, of masses that are nearly alike and of such that are not at all."""
     from rainfusion.backends.triton.kernels import ranking
 
@@ -577,20 +578,12 @@ def test_rf_v2_ranks_many_numbers(columns, spread):
     expected = selection.keep_best(scores, budgets, nothing[:2], nothing)
     counts = torch.empty(1, len(budgets), 2, dtype=torch.int32, device=DEVICE)
     indices = torch.empty(1, *scores.shape, dtype=torch.int16, device=DEVICE)
-    head, tail = triton_backend._two_powers(columns)
+    flags = nothing.to(DEVICE, torch.uint8)
     ranking.keep_best_kernel[(2 * len(budgets),)](
-        scores.to(DEVICE), nothing[:2].to(DEVICE, torch.uint8), None, counts, indices, 0, budgets.to(DEVICE),
-        len(budgets), columns, 2, columns, HEAD=head, TAIL=tail, PER_HEAD=True, FREE_ONLY=False,
-        num_warps=triton_backend._best_warps(head + tail),
+        scores.to(DEVICE), flags, flags, counts, indices, 0, budgets.to(DEVICE), len(budgets), columns, 2, columns,
+        WIDE=wide, PER_HEAD=True, FREE_ONLY=False, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), BlockMask.from_dense(expected[None]))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 127, 128, 129, 591, 2363, 32767])
-def test_a_row_is_held_by_two_powers_of_two(n):
-    head, tail = triton_backend._two_powers(n)
-    assert tail <= head <= n <= head + tail < 2 * n + 2
-    assert head & (head - 1) == tail & (tail - 1) == 0
 
 
 @settings(max_examples=examples(10))
@@ -603,10 +596,12 @@ def test_a_row_is_held_by_two_powers_of_two(n):
     st.sampled_from([1.0, 0.75, 0.5, 0.25]),
     st.sampled_from([0.0, 0.25, 0.5, 0.7, 0.9, 1.0]),
     st.booleans(),
+    st.sampled_from([4, 16]),
     st.integers(0, 2**20),
 )
-@example(1, 10, False, False, False, 1.0, 0.7, False, 0)  # 10 * (1 - 0.7) is a little more than 3
-def test_ada_bsa_chooses_exactly(rows, columns, causal, sink, recent, cdf, sparsity, masked, seed):
+@example(1, 10, False, False, False, 1.0, 0.7, False, 16, 0)  # 10 * (1 - 0.7) is a little more than 3
+@example(4, 10, False, True, False, 0.5, 0.1, True, 4, 0)  # most columns are not in registers
+def test_ada_bsa_chooses_exactly(rows, columns, causal, sink, recent, cdf, sparsity, masked, wide, seed):
     """On masses in sixteenths sums, ties and thresholds are exact, so the choice must be too."""
     from rainfusion.backends.triton.kernels import ranking
 
@@ -623,8 +618,8 @@ def test_ada_bsa_chooses_exactly(rows, columns, causal, sink, recent, cdf, spars
     indices = memory.view(torch.int32)
     ranking.keep_mass_kernel[(rows,)](
         memory, live.to(DEVICE, torch.uint8) if masked else None, counts, indices, triton_backend._bits(1.0 - sparsity),
-        cdf, 1, rows, columns, N_PAD=1 << (columns - 1).bit_length(), HAS_LIVE=masked, IS_CAUSAL=causal,
-        KEEP_SINK=sink, KEEP_RECENT=recent, HAS_THRESHOLD=cdf < 1.0, num_warps=1,
+        cdf, 1, rows, columns, WIDE=wide, IS_CAUSAL=causal, KEEP_SINK=sink, KEEP_RECENT=recent, HAS_THRESHOLD=cdf < 1.0,
+        num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices), BlockMask.from_dense(expected))
 
@@ -717,7 +712,7 @@ def test_no_keys_at_all_give_zeros(sparse_type, compensate):
     [
         (dict(dtype=torch.float64), "takes float16, bfloat16 and float32, got float64"),
         (dict(dim=257), "takes head dims up to 256, got 257"),
-        (dict(precision="int8"), "has no int8 kernels"),
+        (dict(precision="int8"), "takes float16 and bfloat16 with precision='int8', got float32"),
     ],
 )
 def test_what_it_cannot_do_is_said(change, words):

@@ -12,7 +12,7 @@ from rainfusion.bench import attention, inspection, models
 from rainfusion.lab import demo, quality
 
 
-@pytest.mark.parametrize("command", ["bench", "inspect", "demo", "quality", "calibrate"])
+@pytest.mark.parametrize("command", ["bench", "inspect", "demo", "quality", "calibrate", "warmup"])
 def test_every_command_has_help_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])

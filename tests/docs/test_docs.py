@@ -269,7 +269,7 @@ def test_every_command_is_run_or_checked_below():
 def test_the_commands_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = commands("rainfusion ")
-    assert {line.split()[1] for line in found} == {"bench", "inspect", "demo", "quality", "calibrate"}
+    assert {line.split()[1] for line in found} == {"bench", "inspect", "demo", "quality", "calibrate", "warmup"}
     for line in found:
         if line.endswith("--help"):
             with pytest.raises(SystemExit, match="0"):

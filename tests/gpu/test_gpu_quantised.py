@@ -71,3 +71,24 @@ def test_a_quantised_call_predicts_as_the_native_one_does(backend, precision):
     result = gpu.attend(backend, q, k, v, **kwargs, precision=precision)
     if result is not None:
         assert same(result[-1], gpu.attend(backend, q, k, v, **kwargs)[-1])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("kind", [None, "bool"])
+@pytest.mark.parametrize(
+    ("dim", "kwargs"),
+    [(256, CALL), (72, CALL), (40, RF_V2), (128, dict(CALL, block_size=64)), (256, dict(RF_V2, block_size=64)),
+     (128, dict(CALL, scale=-0.05))],
+    ids=str,
+)  # fmt: skip
+def test_quantised_calls_of_other_sizes(backend, precision, kind, dim, kwargs):
+    """Which `hopper` leaves to `triton`, but for the last."""
+    attn_mask = gpu.key_mask(kind, 2, LENGTH)
+    check_quantised(backend, precision, *gpu.qkv(dim=dim), attn_mask, **kwargs, most=MOST[precision], lse_within=0.1)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("kwargs", [dict(is_causal=True), dict(sparse_type="ada_bsa", **gpu.ADA_BSA[2])], ids=str)
+def test_quantised_causal_attention(backend, precision, kwargs):
+    """The first rows have few keys, whose rounding is theirs: only the whole is bounded."""
+    check_quantised(backend, precision, *gpu.qkv(), **kwargs, most=MOST[precision], lse_within=None)

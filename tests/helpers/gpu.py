@@ -24,8 +24,7 @@ ON_GPU = [  # the marks of a test for `pytest -m gpu`
     pytest.mark.timeout(1800),  # the first call compiles
 ]
 
-# Triton compiles a kernel again for a size that is 1, or divisible by 16. These lengths are neither, nor are their
-# numbers of blocks, so that they share kernels: 9 to 15 blocks of 128, 17 to 31 of 64.
+# ragged: neither these lengths nor their numbers of blocks are multiples of 16
 GRID, TXT, LENGTH = (5, 13, 20), 50, 1350
 IMAGE, IMAGE_TXT = (1, 27, 37), 31  # 1030 tokens
 SPANS = [{"start": 10, "latent_shape": [1, 20, 20]}, {"start": 450, "latent_shape": [4, 10, 20]}]
@@ -68,10 +67,18 @@ def hopper():
     return DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
+def has_eight_bits(precision):
+    """Whether `triton` has kernels for it on this NVIDIA GPU."""
+    return precision == "int8" or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def must_run(backend, dtype, head_dim, precision="native", block_size=128, is_causal=False):
-    """What a backend may not refuse: anything native for `triton`; on a Hopper, most half precision for `hopper`."""
+    """What a backend may not refuse: `triton` anything native, and half precision in the eight bits that the GPU has.
+
+    On a Hopper, most half precision for `hopper`.
+    """
     if backend == "triton":
-        return precision == "native"
+        return precision == "native" or (dtype in (FP16, BF16) and head_dim <= 256 and has_eight_bits(precision))
     suits = head_dim <= 128 and head_dim % (8 if precision == "native" else 16) == 0
     blocks = block_size in (128, (128, 64), (128, 32))
     return hopper() and dtype in (FP16, BF16) and suits and blocks and not is_causal
@@ -339,7 +346,8 @@ def check_quantised(backend, precision, q, k, v, attn_mask=None, *, most, lse_wi
     assert out.isfinite().all()
     with at_ease():
         tokens = token_mask(mask.to_dense(), q.shape[2], k.shape[2], kwargs)
-        exact, exact_lse = oracle.attention(q, k, v, tokens, attn_mask, kwargs.get("scale"))
+        rest = attn_mask, kwargs.get("scale"), kwargs.get("is_causal", False)
+        exact, exact_lse = oracle.attention(q, k, v, tokens, *rest)
         assert (out[exact_lse.isneginf()] == 0).all()
         if not exact.any():
             assert not out.any()

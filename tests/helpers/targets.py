@@ -9,14 +9,15 @@ exit status is 1 if one does not compile, or needs more shared memory than the G
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,13 @@ class Target(NamedTuple):
         return "hip" if isinstance(self.arch, str) else divmod(self.arch, 10)
 
     @property
+    def eight_bits(self) -> tuple[str, ...]:
+        """What `triton` quantises to there, as its `why_not` says."""
+        if self.arch == "gfx1100":
+            return ()
+        return ("int8", "fp8") if self.backend == "hip" or self.arch >= 89 else ("int8",)
+
+    @property
     def exact_products(self) -> str:
         return "ieee" if self.backend == "hip" else "tf32x3"
 
@@ -55,14 +63,38 @@ TARGETS = {
     "gfx1100": Target("hip", "gfx1100", 32, 64 * 1024),
 }
 TENSOR_MEMORY = 512  # columns of it on sm_100
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
-GRID, TXT = (3, 8, 16), 20
-LENGTH = 3 * 8 * 16 + TXT
+
+class Size(NamedTuple):
+    """Of one call: everything for which no kernel is compiled again."""
+
+    grid: tuple[int, int, int] = (3, 8, 16)
+    txt_len: int = 20
+    batch: int = 1
+    heads: int = 4  # of the keys
+    shared: int = 1  # query heads to one of these
+    kind: str = "BNSD"  # how tensors lie in memory
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.grid) + self.txt_len
+
+    def tensor(self, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """[batch, heads, length, head_dim]; its values do not matter."""
+        batch, length = self.batch, self.length
+        if self.kind == "BSND":
+            return torch.empty(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
+        if self.kind == "packed":  # a part of q, k and v in one
+            return torch.empty(batch, length, heads, 3 * head_dim, dtype=dtype)[..., head_dim:-head_dim].transpose(1, 2)
+        if self.kind == "expanded":
+            return torch.empty(1, 1, length, head_dim, dtype=dtype).expand(batch, heads, -1, -1)
+        if self.kind == "shifted":  # rows start anywhere
+            return torch.empty(batch, heads, length, head_dim + 1, dtype=dtype)[..., 1:]
+        if self.kind == "channels apart":
+            return torch.empty(batch, heads, head_dim, length, dtype=dtype).transpose(2, 3)
+        assert self.kind == "BNSD", self.kind
+        return torch.empty(batch, heads, length, head_dim, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,15 +106,14 @@ class Call(NamedTuple):
 
     dtype: torch.dtype
     head_dim: int
-    options: dict[str, Any]  # of `sparse_attention`
-    masked: bool = False  # with a key mask, and two query heads to a key head
+    options: dict[str, Any]  # of `sparse_attention`; grid=False: tokens without one, sparsity may be "by head"
+    masked: bool = False  # with a key mask
     given: bool = False  # with a block mask
     return_lse: bool = False
-    strided: bool = False  # head dims apart in memory
 
 
 def calls(everything: bool) -> Iterator[Call]:
-    video = dict(sparse_type="rf_v2", sparsity=0.5, latent_shape_q=GRID, latent_shape_k=GRID, txt_len=TXT)
+    video = dict(sparse_type="rf_v2", sparsity=0.5)
     ada_bsa = dict(sparse_type="ada_bsa", sparsity=0.5, cdf_threshold=0.9)
     if not everything:
         yield Call(torch.bfloat16, 128, video)
@@ -104,15 +135,34 @@ def calls(everything: bool) -> Iterator[Call]:
             yield Call(dtype, head_dim, ada_bsa)
             yield Call(dtype, head_dim, dict(ada_bsa, is_causal=True), masked=True, return_lse=True)
         yield Call(dtype, 128, dict(video, inner_precise=1), return_lse=True)
-        yield Call(dtype, 128, video, strided=True)
     for sink, recent in ((False, True), (True, False), (False, False)):
         for is_causal in (False, True):
             choice = dict(ada_bsa, keep_sink=sink, keep_recent=recent, is_causal=is_causal, cdf_threshold=1.0)
             yield Call(torch.bfloat16, 128, choice, masked=is_causal)
 
 
+def quantised_calls(target: Target, everything: bool) -> Iterator[Call]:
+    video = dict(sparse_type="rf_v2", sparsity=0.5)
+    for precision in target.eight_bits:
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision, block_size=(128, 32), compensate=True))
+        if not everything:
+            continue
+        for head_dim in (64, 72, 128, 256):
+            for block_size in (64, 128, (128, 64), (128, 32)):
+                here = dict(video, precision=precision, block_size=block_size)
+                yield Call(torch.bfloat16, head_dim, here)
+                yield Call(torch.bfloat16, head_dim, here, masked=True, return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True), return_lse=True)
+                yield Call(torch.bfloat16, head_dim, dict(here, compensate=True, predictor="spread"), masked=True)
+                causal = dict(precision=precision, block_size=block_size, is_causal=True)
+                yield Call(torch.bfloat16, head_dim, causal, given=True, return_lse=True)
+        yield Call(torch.float16, 128, dict(video, precision=precision, scale=-1.0), masked=True)
+        yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision))
+
+
 def hopper_calls(everything: bool) -> Iterator[Call]:
-    video = dict(sparse_type="rf_v2", sparsity=0.5, latent_shape_q=GRID, latent_shape_k=GRID, txt_len=TXT)
+    video = dict(sparse_type="rf_v2", sparsity=0.5)
     for precision in ("native", "fp8", "int8"):
         yield Call(torch.bfloat16, 128, dict(video, precision=precision))
         yield Call(torch.bfloat16, 128, dict(video, precision=precision, compensate=True))
@@ -133,7 +183,7 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
                 yield Call(dtype, head_dim, dict(precision=precision), given=True, return_lse=True)
                 yield Call(dtype, head_dim, dict(video, precision=precision, compensate=True), masked=True)
                 yield Call(dtype, head_dim, dict(video, precision=precision, compensate=True, predictor="spread"))
-        yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision), strided=True)
+        yield Call(torch.bfloat16, 128, dict(sparse_type="ada_bsa", sparsity=0.5, precision=precision))
 
 
 class Launch(NamedTuple):
@@ -141,17 +191,28 @@ class Launch(NamedTuple):
 
     kernel: Any
     signature: dict[str, str]
-    constants: dict[str, Any]
-    attributes: dict[tuple[int], list[list[Any]]]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
     options: dict[str, int]
 
     @property
     def key(self) -> str:
         return repr((self.kernel.__name__, *self[1:]))
 
+    @property
+    def known(self) -> dict[str, str]:
+        """The same in words, for each argument and option."""
+        found = dict(self.signature)
+        for (i, *_), value in self.constants.items():
+            found[self.kernel.arg_names[i]] += f" {value}"
+        for (i, *_), value in self.attributes.items():
+            found[self.kernel.arg_names[i]] += f" {value}"
+        return found | {name: str(value) for name, value in self.options.items()}
+
     def __str__(self) -> str:
         types = sorted({kind[1:] for kind in self.signature.values() if kind in ("*bf16", "*fp16", "*fp32")})
-        written = [f"{name}={value}" for name, value in self.constants.items() if name.isupper() and value is not None]
+        constants = {self.kernel.arg_names[i]: value for (i, *_), value in self.constants.items()}
+        written = [f"{name}={value}" for name, value in constants.items() if name.isupper() and value is not None]
         return " ".join(
             [
                 f"{self.kernel.__name__:24}",
@@ -163,88 +224,79 @@ class Launch(NamedTuple):
 
 
 def specialise(kernel: Any, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """As Triton does when it launches: None, 1 and `tl.constexpr` are constants, multiples of 16 are known as such.
+    """By Triton's own rules, of what is constant and what is known of the other arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    Which a kernel may forbid for some of its arguments.
-    """
-    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    values = dict(zip(kernel.arg_names, args, strict=False), **kwargs)
-    launch = Launch(kernel, {}, {}, {}, options)
-    for i, parameter in enumerate(kernel.params):
-        value = options[parameter.name] if parameter.name in options else values.pop(parameter.name)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            kind = "constexpr"
-            launch.constants[parameter.name] = value
-        elif isinstance(value, torch.Tensor):
-            kind = "*" + TYPES[value.dtype]
-            small = [["tt.pointer_range", 32]] if target.backend == "hip" else []
-            aligned = [] if parameter.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
-            launch.attributes[(i,)] = [*aligned, *small]
-        elif hasattr(value, "block_shape"):  # what the copy engine reads
-            kind = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-        elif isinstance(value, int):
-            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                launch.attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            assert isinstance(value, float), f"{parameter.name}: {value!r}"
-            kind = "fp32"
-        launch.signature[parameter.name] = kind
-    assert not values, f"{kernel.__name__} has no argument {list(values)}"
-    return launch
+    compiler = make_backend(GPUTarget(*target[:3]))
+    bind = create_function_from_signature(kernel.signature, kernel.params, compiler)
+    bound, known, rest = bind(*args, **kwargs)
+    _, signature, constants, attributes = kernel._pack_args(compiler, dict(kwargs), bound, known, rest)
+    options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+    return Launch(kernel, signature, constants, attributes, options)
+
+
+@contextmanager
+def recorded(target: Target, record: Callable[[Launch], Any]) -> Iterator[None]:
+    """Kernels are not launched in the meantime but told to `record`, as if the GPU were there."""
+    from triton.runtime.jit import JITFunction
+
+    from rainfusion.backends import triton as backend
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        record(specialise(kernel, target, args, kwargs))
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", run))
+        patches.enter_context(mock.patch.object(backend, "_capability", return_value=target.capability))
+        patches.enter_context(mock.patch.object(backend, "_exact_products", return_value=target.exact_products))
+        patches.enter_context(mock.patch.object(torch.version, "hip", "7.0" if target.backend == "hip" else None))
+        yield
 
 
 def launches(target: Target, everything: bool) -> list[Launch]:
     """What the backend launches in these calls, each variant once."""
-    from triton.runtime.jit import JITFunction
-
     from rainfusion.backends import hopper
     from rainfusion.backends import triton as backend
 
     found: dict[str, Launch] = {}
-
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = specialise(kernel, target, args, kwargs)
-        found.setdefault(launch.key, launch)
-
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        patches.enter_context(mock.patch.object(backend, "_capability", return_value=target.capability))
-        patches.enter_context(mock.patch.object(backend, "_exact_products", return_value=target.exact_products))
+    with recorded(target, lambda launch: found.setdefault(launch.key, launch)):
         for call in calls(everything):
+            run(call, backend)
+        for call in quantised_calls(target, everything):
             run(call, backend)
         for call in hopper_calls(everything) if target.capability == (9, 0) else ():
             run(call, hopper)
     return list(found.values())
 
 
-def run(call: Call, backend: Any) -> None:
+def run(call: Call, backend: Any, size: Size = Size(), mask_alone: bool = True) -> None:  # noqa: B008 # it never changes
     """The backend's part of `sparse_attention` and of `predict_mask`. Its results are not computed, and not read."""
     from helpers.planned import request
     from rainfusion import BlockMask
     from rainfusion.options import sides
     from rainfusion.pipeline import predict
 
-    def tensor(heads: int) -> torch.Tensor:
-        if call.strided:
-            return torch.zeros(1, heads, call.head_dim, LENGTH, dtype=call.dtype).transpose(2, 3)
-        return torch.zeros(1, heads, LENGTH, call.head_dim, dtype=call.dtype)
-
-    q = tensor(4)
-    k, v = (tensor(2 if call.masked else 4) for _ in range(2))
-    keep = torch.ones(1, LENGTH, dtype=torch.bool) if call.masked else None
+    q = size.tensor(size.shared * size.heads, call.head_dim, call.dtype)
+    k, v = (size.tensor(size.heads, call.head_dim, call.dtype) for _ in range(2))
+    keep = torch.ones(size.batch, size.length + 1, dtype=torch.bool)[:, 1:] if call.masked else None
     mask = None
     if call.given:
-        size = call.options.get("block_size", 128)
-        rows, columns = (-(-LENGTH // side) for side in sides(size))
-        mask = BlockMask.from_dense(torch.ones(1, 4, rows, columns, dtype=torch.bool), size)
+        block_size = call.options.get("block_size", 128)
+        rows, columns = (-(-size.length // side) for side in sides(block_size))
+        mask = BlockMask.from_dense(torch.ones(*q.shape[:2], rows, columns, dtype=torch.bool), block_size)
     # planned for a backend that runs here, then asked of the one that is looked at
-    options = {name: value for name, value in call.options.items() if name != "precision"}
+    options = {name: value for name, value in call.options.items() if name not in ("precision", "grid")}
+    if options.get("sparsity") == "by head":
+        options["sparsity"] = [0.9, *[0.5] * (q.shape[1] - 1)]
+    if options.get("sparse_type") == "rf_v2" and call.options.get("grid", True):
+        options.update(latent_shape_q=size.grid, latent_shape_k=size.grid, txt_len=size.txt_len)
     asked = request(q, k, v, keep, mask, return_lse=call.return_lse, **options)
     asked = asked._replace(method=replace(asked.method, precision=call.options.get("precision", "native")))
     keys = backend.prepare(asked)
     backend.attend(asked, keys, mask if mask is not None else predict(asked, backend, keys))
-    if asked.predicts:
+    if asked.predicts and mask_alone:
         predict(asked, backend)
 
 

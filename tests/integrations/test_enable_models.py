@@ -177,7 +177,6 @@ def test_on_unsupported_error():
     forward(model, inputs)
 
 
-@pytest.mark.filterwarnings("ignore:precision='fp8' runs on Hopper")
 def test_a_precision_that_cannot_run_here_is_said():
     model, inputs, _ = wide_wan()
     dense = forward(model, inputs)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from rainfusion import __version__
-from rainfusion.cli import bench, calibrate, demo, inspect, quality
+from rainfusion.cli import bench, calibrate, demo, inspect, quality, warmup
 
-COMMANDS = (bench, inspect, demo, quality, calibrate)
+COMMANDS = (bench, inspect, demo, quality, calibrate, warmup)
 _PACKAGES = {"PIL": "pillow"}  # module -> the package to install for it, where their names differ
 
 

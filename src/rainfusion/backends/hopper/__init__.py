@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from importlib.metadata import version
 
@@ -14,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rainfusion.backends import triton
-from rainfusion.backends.protocol import Keys, Request, Scales, Speed
-from rainfusion.backends.triton import LOG2E, select
+from rainfusion.backends.protocol import Keys, Request, Speed
+from rainfusion.backends.triton import LOG2E, choose, scores, select
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
-from rainfusion.prediction import spread
-from rainfusion.prediction.pooling import live_blocks
 
 __all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
 
@@ -58,95 +55,28 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return f"takes blocks of {_BLOCK} queries, got {call.method.block_size}"
     if call.is_causal:
         return "has no causal kernel"
-    return None
-
-
-def choose(request: Request, keys: Keys | None) -> BlockMask:
-    return triton.choose(request, _unquantised(request, keys))
-
-
-def scores(request: Request, keys: Keys | None) -> Tensor:
-    return triton.scores(request, _unquantised(request, keys))
-
-
-def _unquantised(request: Request, keys: Keys | None) -> Keys | None:
-    """None where ada_bsa has to sample k itself, before it was quantised."""
-    quantised = keys is not None and keys.scales is not None and request.method.strategy == "ada_bsa"
-    return None if quantised else keys
+    return triton.too_long(call, shapes)
 
 
 def prepare(request: Request) -> Keys:
     """What `triton.prepare` does, and quantises."""
-    k, v, layout, keep, precision = request.k, request.v, request.k_layout, request.keep, request.method.precision
+    precision = request.method.precision
     if precision == "native":
-        return triton.prepare(request, copy=not (_suits_copy_engine(k) and _suits_copy_engine(v)))
+        keys = triton.prepare(request)
+        return keys._replace(k=_for_copy_engine(keys.k), v=_for_copy_engine(keys.v))
 
-    from rainfusion.backends.hopper.kernels import quantise
+    from rainfusion.backends.triton import quantising
 
-    batch, heads, length, head_dim = k.shape
-    blocks, size, padded = layout.num_blocks, layout.block_size, _padded(head_dim)
-    pieces = _BLOCK // size  # blocks to a tile
-    key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
-    stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
-    weights = triton.stand_in_weights(request, key_bias, _BLOCK) if stand_ins else None
-    spare = triton.stand_in_blocks(weights, size)
-    flags = None if keep is None else triton.as_bytes(keep)
-    sizes = dict(D=head_dim, D_PAD=padded, KEYS=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
-    strides = (*k.stride(), *v.stride(), heads, length, blocks)
-    spreads = triton.new_spreads(request)
-    pooled, warps = _pooled_at_once(k, size, spreads is not None)
-    slices = math.ceil(length / pooled)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return k.new_empty((batch, heads, *shape), dtype=dtype)
-
-    means, largest = new(blocks, head_dim), new(slices, head_dim)
-    v_means = torch.empty_like(means) if stand_ins else None
-    bounds = None if pieces == 1 else new(slices, 2, head_dim)
-    k_mean, v_scale = new(head_dim), new(head_dim)
-    k_scale = new(blocks + spare if pieces == 1 else 1)
-    k_out = new((blocks + spare) * size, head_dim, dtype=torch.int8 if precision == "int8" else torch.float8_e4m3fn)
-    v_out = new((blocks + spare) * padded, size, dtype=torch.float8_e4m3fn)
-    quantise.statistics_kernel[(batch * heads * slices,)](
-        k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
-        BLOCK=pooled, **sizes, num_warps=warps,
-    )  # fmt: skip
-    quantise.channels_kernel[(batch * heads,)](
-        means, largest, bounds, k_mean, v_scale, k_scale, blocks, slices,
-        D=head_dim, D_PAD=padded, ROWS=32 * pieces, INT8=precision == "int8", num_warps=4 * pieces,
-    )  # fmt: skip
-    found = (k_mean, v_scale, k_out, v_out, k_scale)
-    total = dict(ALL=blocks + spare, BLOCK=_BLOCK, INT8=precision == "int8", num_warps=2 * triton.row_warps(k))
-    quantise.quantise_kernel[(batch * heads * math.ceil(blocks / pieces),)](
-        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes
-    )
-    if v_means is not None:  # the means, as blocks of keys and values after the others
-        live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
-        quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
-            means, v_means, layout.order, live, *found, *means.stride(), *v_means.stride(), heads, blocks, spare,
-            FIRST=blocks, **total, **dict(sizes, HAS_ORDER=False),
-        )  # fmt: skip
-    dtype = spread.means_dtype(request.method, k.dtype)
-    means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
-    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
-
-
-def _pooled_at_once(k: Tensor, size: int, spreads: bool) -> tuple[int, int]:
-    """How many tokens a program of the first pass has, and its warps: what registers hold.
-
-    All keys are held for how far they are from their mean, which is known last.
-    """
-    warps = triton.row_warps(k)
-    if size == _BLOCK:
-        return _BLOCK, 4 * warps if spreads else warps
-    return 64, 2 * warps
+    k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
+    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, _padded(request.k.shape[3]), permuted=True)
+    return quantising.prepare(request, form)
 
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
     """The kernel has one arithmetic, whatever `inner_precise` is."""
     from rainfusion.backends.hopper.kernels.attention import hopper_attention_kernel
 
-    q, q_layout = request.q, request.q_layout
+    q, q_layout = triton.whole_rows(request.q), request.q_layout
     batch, heads, q_len, head_dim = q.shape
     padded = _padded(head_dim)
     out = torch.empty_like(q)
@@ -164,8 +94,9 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
-        *q.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E,
-        mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads, request.gqa_ratio, q_len, keys.length,
+        *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
+        abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
+        request.gqa_ratio, q_len, keys.length,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
@@ -201,11 +132,10 @@ def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> object:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], types[dtype])
 
 
-def _suits_copy_engine(x: Tensor) -> bool:
-    """It wants contiguous rows, and strides and address in multiples of 16 bytes."""
-    outer = x.stride()[:-1]
-    aligned = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in outer)
-    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+def _for_copy_engine(x: Tensor) -> Tensor:
+    """x, of whole rows, or a copy: it wants strides in multiples of 16 bytes, and none of 0."""
+    suits = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return x if suits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(head_dim: int) -> int:

@@ -5,7 +5,7 @@
     means --> scores --> best blocks --> list    on the device
     q rows through `order` --> attention --> out rows through `order`
 
-`hopper` shares all stages but the last, and quantises in the first.
+`hopper` shares all stages but the last. Where `precision` asks for eight bits, the first quantises: see `quantising`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ from rainfusion.slabs import even_slabs
 T = TypeVar("T")
 
 READS_BACK = False
-SPEEDS = {"cuda": {"native": Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3)}}  # of an H200
+_NATIVE = Speed(650e12, 15e-6, 410e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3)  # of an H200
+# int8 and fp8 were not timed: taken to be no faster, and two launches more
+_QUANTISED = _NATIVE._replace(start=40e-6, host=0.44e-3, host_of_option=0.12e-3)
+SPEEDS = {"cuda": {"native": _NATIVE, "int8": _QUANTISED, "fp8": _QUANTISED}}
 MAX_HEAD_DIM = 256
-PRECISIONS = ("native",)
+_RANKED = 131072  # keys whose blocks registers hold while a row is ranked; a row may have up to 16 times as many
+MAX_KEYS = 16 * _RANKED
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
 _FEW_SCORES, _MANY_SCORES = 16 * 2**20, 128 * 2**20  # bytes of them at once, where a list cannot take their memory
@@ -58,9 +62,34 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return "takes float16, bfloat16 and float32, got float64"
     if shapes.head_dim > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, got {shapes.head_dim}"
-    if call.method.precision not in PRECISIONS:
-        return f"has no {call.method.precision} kernels"
+    reason = None if call.method.precision == "native" else _why_not_quantised(call.method.precision, shapes)
+    return reason or too_long(call, shapes)
+
+
+def _why_not_quantised(precision: str, shapes: Shapes) -> str | None:
+    """Eight bits need tensor cores for them."""
+    if shapes.dtype.itemsize != 2:
+        dtype = str(shapes.dtype).removeprefix("torch.")
+        return f"takes float16 and bfloat16 with precision={precision!r}, got {dtype}"
+    if shapes.device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        found = torch.cuda.get_device_properties(shapes.device).gcnArchName.partition(":")[0]
+        return None if found == "gfx942" else f"has {precision} kernels for one AMD GPU, gfx942 (MI300), found {found}"
+    major, minor = torch.cuda.get_device_capability(shapes.device)
+    if precision == "fp8" and (major, minor) < (8, 9):
+        return (
+            f"needs compute capability 8.9 or newer for fp8 (RTX 40, L40, H100 and later), found {major}.{minor}, "
+            "which has int8"
+        )
     return None
+
+
+def too_long(call: Call, shapes: Shapes) -> str | None:
+    """Why the blocks of so many keys cannot be ranked, or None if they can."""
+    if shapes.k_len <= MAX_KEYS or call.given_mask or call.keeps_everything:
+        return None
+    return f"chooses blocks of up to {MAX_KEYS} keys, got {shapes.k_len}"
 
 
 def answers_once(function: Callable[[], T]) -> Callable[[], T]:
@@ -86,17 +115,21 @@ def installed() -> bool:
 # stages
 
 
-def prepare(request: Request, copy: bool = False) -> Keys:
-    """k and v in block order. Without an order, a mask or stand-ins nothing is copied, unless asked for.
+def prepare(request: Request) -> Keys:
+    """k and v in block order. Without an order, a mask or stand-ins nothing is copied.
 
     One mean of each block is found on the way; the means of k and v that stand in for skipped blocks follow the last
     block, from NK * block_size on.
     """
-    k, v, layout, keep = request.k, request.v, request.k_layout, request.keep
+    if request.method.precision != "native":
+        from rainfusion.backends.triton import quantising
+
+        return quantising.prepare(request, quantising.form(request))
+    k, v, layout, keep = whole_rows(request.k), whole_rows(request.v), request.k_layout, request.keep
     parts, stand_ins = pooled_parts(request), request.method.compensate
     bias = None if keep is None else key_bias(layout, keep, request.bias)
-    if layout.is_identity and keep is None and not (copy or stand_ins):
-        means, spreads = pooled_keys(request) if parts else (None, None)
+    if layout.is_identity and keep is None and not stand_ins:
+        means, spreads = pooled_keys(request, k) if parts else (None, None)
         return Keys(k, v, means, bias, k.shape[2], spreads=spreads)
 
     from rainfusion.backends.triton.kernels import blocks
@@ -110,10 +143,11 @@ def prepare(request: Request, copy: bool = False) -> Keys:
     means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=dtype) if parts == 1 else None
     spreads = new_spreads(request)
     blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
-        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads, *k.stride(),
-        *v.stride(), heads, length, layout.num_blocks, spare,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins, num_warps=2 * row_warps(k),
+        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads,
+        *row_strides(k, v), heads, length, layout.num_blocks, spare,
+        UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
+        HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins,
+        num_warps=2 * row_warps(k),
     )  # fmt: skip
     if parts > 1:
         means = block_means(k, layout, keep, parts, dtype)
@@ -142,9 +176,9 @@ def new_spreads(request: Request) -> Tensor | None:
     return k.new_empty(shape, dtype=torch.float32) if request.method.spreads else None
 
 
-def pooled_keys(request: Request) -> tuple[Tensor, Tensor | None]:
-    """The means that a prediction wants, and spreads: with as many warps as `gather` has, and so the same bits."""
-    k, layout, keep, parts = request.k, request.k_layout, request.keep, request.method.k_parts
+def pooled_keys(request: Request, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The means of k that a prediction wants, and spreads: with as many warps as `gather` has, and so the same bits."""
+    layout, keep, parts = request.k_layout, request.keep, request.method.k_parts
     dtype, spreads = spread.means_dtype(request.method, k.dtype), new_spreads(request)
     if parts == 1:
         means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype)
@@ -160,11 +194,14 @@ def _pool(
 ) -> None:
     from rainfusion.backends.triton.kernels import blocks
 
+    x = whole_rows(x)
     batch, heads, length, head_dim = x.shape
     number = layout.num_blocks * (layout.block_size // size)
     blocks.pool_kernel[(batch * heads * number,)](
-        x, layout.order, None if keep is None else as_bytes(keep), means, spreads, *x.stride(), heads, length, number,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None,
+        x, layout.order, None if keep is None else as_bytes(keep), means, spreads, *row_strides(x), heads, length,
+        number,
+        UNIT=row_unit(x), D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity,
+        HAS_KEEP=keep is not None,
         num_warps=min(max(1, size // 8), row_warps(x) * (1 if spreads is None else 2)),
     )  # fmt: skip
 
@@ -182,7 +219,7 @@ class _Means(NamedTuple):
         k_heads = slice(heads.start // gqa_ratio, heads.stop // gqa_ratio)
         live = None if self.live is None else self.live[b : b + 1]
         spreads = None if self.spreads is None else self.spreads[b : b + 1, k_heads]
-        return _Means(self.q[b : b + 1, heads], self.k[b : b + 1, k_heads], live, spreads)
+        return _Means(whole_rows(self.q[b : b + 1, heads]), whole_rows(self.k[b : b + 1, k_heads]), live, spreads)
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:
@@ -212,8 +249,10 @@ def scores(request: Request, keys: Keys | None) -> Tensor:
     """fp32 [B, H, NQ, NK], the same with keys that were prepared as without, bit for bit."""
     keep = request.keep
     if request.method.strategy == "ada_bsa":
+        if keys is not None and keys.scales is None:
+            return _group_mass(request, keys.k)
         clean = request.k if keep is None else request.k.masked_fill(~keep[:, None, :, None], 0.0)
-        return _group_mass(request, clean if keys is None else keys.k)
+        return _group_mass(request, clean)
     return _rf_v2_scores(request, _means(request, keys))
 
 
@@ -222,7 +261,7 @@ def _means(request: Request, keys: Keys | None) -> _Means:
     dtype = spread.means_dtype(method, request.q.dtype)
     q_means = block_means(request.q, request.q_layout, None, method.q_parts, dtype)
     if keys is None or keys.means is None:
-        k_means, spreads = pooled_keys(request)
+        k_means, spreads = pooled_keys(request, whole_rows(request.k))
     else:
         k_means, spreads = keys.means, keys.spreads
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
@@ -277,17 +316,18 @@ def _group_mass(request: Request, k: Tensor) -> Tensor:
     """`predictors.antidiagonal_mass`; k has zeros where keys were removed, and may be longer than the sequence."""
     from rainfusion.backends.triton.kernels import ranking, tuning
 
-    q, k_len = request.q, request.k.shape[2]
+    q, k, k_len = whole_rows(request.q), whole_rows(k), request.k.shape[2]
     batch, heads, q_len, head_dim = q.shape
     rows, columns = request.q_layout.num_blocks, request.k_layout.num_blocks
     mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     groups = as_bytes(live_groups(request.keep, batch, k_len, columns, k.device)).contiguous()
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
     ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
-        q, k, groups, mass, *q.stride(), *k.stride(), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
+        q, k, groups, mass, *row_strides(q, k), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
         columns, q_len, k_len,
-        D=head_dim, BM=tile.queries, BN=tile.keys, BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32,
-        IS_CAUSAL=request.is_causal, PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
+        UNIT=row_unit(q), D=head_dim, BM=tile.queries, BN=tile.keys,
+        BD=_padded(head_dim) if q.dtype.itemsize == 2 else 32, IS_CAUSAL=request.is_causal,
+        PRECISION=_exact_products(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return mass
 
@@ -317,17 +357,19 @@ def _keep_best(
     from rainfusion.backends.triton.kernels import ranking
 
     batch, heads, rows, columns = scores.shape
-    several = budgets.flatten() if isinstance(budgets, Tensor) else None
-    if not isinstance(budgets, Tensor) and len(budgets) > 1:
+    several, one = None, 0
+    if isinstance(budgets, Tensor):
+        several = budgets.flatten()
+    elif len(request.budgets) > 1:  # also where these are of one head alone
         several = budget_table.on_device(budgets, scores.device)
-    one = 0 if several is not None or isinstance(budgets, Tensor) else budgets[0]
-    protected = request.k_layout.num_protected
-    head, tail = _two_powers(columns)
+    else:
+        one = budgets[0]
+    candidates = columns - request.k_layout.num_protected if free_only else columns
+    wide = _RANKED // request.method.k_block
     ranking.keep_best_kernel[(batch * heads * rows,)](
-        scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected) if protected else None,
-        counts, indices, one, several, 1 if several is None else len(several),
-        columns - protected if free_only else columns, rows, columns,
-        HEAD=head, TAIL=tail, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=_best_warps(head + tail),
+        scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected), counts, indices, one,
+        several, 1 if several is None else len(several), candidates, rows, columns,
+        WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=max(1, wide // 2048),
     )  # fmt: skip
 
 
@@ -339,9 +381,8 @@ def _keep_mass(request: Request, mass: Tensor, counts: Tensor, indices: Tensor) 
     live = None if request.keep is None else as_bytes(live_blocks(request.k_layout, request.keep))
     ranking.keep_mass_kernel[(batch * heads * rows,)](
         mass, live, counts, indices, _bits(1.0 - method.mean_sparsity), method.cdf_threshold, heads, rows, columns,
-        N_PAD=_power_of_two(columns), HAS_LIVE=live is not None, IS_CAUSAL=request.is_causal,
-        KEEP_SINK=method.keep_sink, KEEP_RECENT=method.keep_recent, HAS_THRESHOLD=method.cdf_threshold < 1.0,
-        num_warps=_ranking_warps(columns),
+        WIDE=_RANKED // method.k_block, IS_CAUSAL=request.is_causal, KEEP_SINK=method.keep_sink,
+        KEEP_RECENT=method.keep_recent, HAS_THRESHOLD=method.cdf_threshold < 1.0, num_warps=1,
     )  # fmt: skip
 
 
@@ -368,25 +409,34 @@ def heavy_first(mask: BlockMask) -> Tensor:
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
     """The attention kernel: reads q's rows, and writes those of out, through the order of the layout."""
+    from rainfusion.backends.triton import quantising
     from rainfusion.backends.triton.kernels import attention, tuning
 
-    q, q_layout, block = request.q, request.q_layout, mask.q_block
+    q, q_layout, block = whole_rows(request.q), request.q_layout, mask.q_block
     batch, heads, q_len, head_dim = q.shape
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
     rows, stand_ins = row_schedule(request, mask), stand_in_bias(request, mask, keys)
-    tile = tuning.attention_tile(_capability(q), _padded(head_dim), q.dtype.itemsize, stand_ins is not None)
+    if keys.scales is None:
+        padded = _padded(head_dim)
+        tile = tuning.attention_tile(_capability(q), padded, q.dtype.itemsize, stand_ins is not None)
+    else:
+        padded = quantising.padded(head_dim)
+        tile = tuning.quantised_tile(_capability(q), padded)
+    k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
     queries = min(tile.queries, block)
     attention.attention_kernel[(batch * heads * mask.num_q_blocks * (block // queries),)](
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
-        *q.stride(), *keys.k.stride(), *keys.v.stride(), *out.stride(), rows.stride(0) if rows.dim() == 2 else 0,
-        request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks, mask.num_k_blocks,
-        stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
-        D=head_dim, D_PAD=_padded(head_dim), BLOCK=block, KEYS=mask.k_block, BM=queries, BN=min(tile.keys, block),
+        k_scale, v_scale, k_mean, *row_strides(q, out), *row_strides(keys.k), *row_strides(keys.v),
+        rows.stride(0) if rows.dim() == 2 else 0, request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks,
+        mask.num_k_blocks, stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
+        UNIT=row_unit(q), K_UNIT=row_unit(keys.k), V_UNIT=row_unit(keys.v), D=head_dim, D_PAD=padded,
+        WIDTH=keys.k.shape[3], BLOCK=block, KEYS=mask.k_block, BM=queries, BN=min(tile.keys, block),
         HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=request.return_lse,
         IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
-        PRECISION=_products(q, request.method.inner_precise), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=_products(q, request.method.inner_precise), LARGEST=quantising.LARGEST.get(keys.k.dtype),
+        SHIFT=quantising.shift(keys.v.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
@@ -422,15 +472,16 @@ def stand_in_bias(request: Request, mask: BlockMask, keys: Keys) -> Tensor | Non
     if keys.weights is None:
         return None
     q, layout, weights = request.q, request.q_layout, keys.weights
+    q = whole_rows(q) if keys.spreads is not None else q  # else it is not read
     batch, heads, rows, columns = mask.indices.shape
-    width = weights.shape[1]
-    bias = weights.new_empty((batch, heads, rows, width + mask.q_block))
+    tiles = weights.shape[1] // mask.q_block
+    bias = weights.new_empty((batch, heads, rows, (tiles + 1) * mask.q_block))
     stand_ins_kernel[(batch * heads * rows,)](
-        mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, keys.spreads, q, layout.order, bias,
-        *q.stride(), weights.stride(0) if len(weights) > 1 else 0, spread.GAIN * request.scale**2, heads,
-        request.gqa_ratio, rows, columns, width, q.shape[2], keys.length,
-        D=q.shape[3], D_PAD=_padded(q.shape[3]), BLOCK=mask.q_block, KEYS=mask.k_block,
-        BN=min(1024, _power_of_two(width)), EVERY=spread.EVERY, HAS_ORDER=not layout.is_identity, num_warps=4,
+        mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, keys.spreads,
+        None if keys.spreads is None else q, layout.order, bias, *row_strides(q), tiles if len(weights) > 1 else 0,
+        spread.GAIN * request.scale**2, heads, request.gqa_ratio, rows, columns, tiles, q.shape[2], keys.length,
+        UNIT=row_unit(q), D=q.shape[3], D_PAD=_padded(q.shape[3]), BLOCK=mask.q_block, KEYS=mask.k_block,
+        BN=1024, EVERY=spread.EVERY, HAS_ORDER=not layout.is_identity, num_warps=4,
     )  # fmt: skip
     return bias
 
@@ -483,10 +534,31 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _two_powers(n: int) -> tuple[int, int]:
-    """Powers of two whose sum is at least n, the first at most n and not less than the second."""
-    first = _power_of_two(-(-n // 2))
-    return first, _power_of_two(n - first)
+def row_unit(x: Tensor) -> int:
+    """Elements of 16 bytes, which kernels read at once, if rows of x [B, H, S, D] are a multiple of that; else 1."""
+    unit = 16 // x.element_size()
+    return 1 if x.shape[3] % unit else unit
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """x [B, H, S, D], or a copy if its channels are apart, or its rows not where `row_unit` has them.
+
+    So kernels have no variants for strides.
+    """
+    unit, (b, h, s, d) = row_unit(x), x.stride()
+    if d == 1 and x.data_ptr() % 16 == 0:
+        if not (b % unit or h % unit or s % unit):
+            return x
+        sides = zip((b, h, s), x.shape, strict=False)  # the stride of a side of 1 is never used
+        if not any(stride % unit for stride, number in sides if number > 1):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def row_strides(*tensors: Tensor) -> list[int]:
+    """Of batch, heads and tokens, of one tensor after the other, in units of the first one's `row_unit`."""
+    unit = row_unit(tensors[0])
+    return [stride // unit for x in tensors for stride in x.stride()[:3]]
 
 
 def _padded(head_dim: int) -> int:
@@ -496,13 +568,3 @@ def _padded(head_dim: int) -> int:
 def row_warps(x: Tensor) -> int:
     """Warps for one block of tokens [block_size, D] that is read once: about 128 bytes of a row to a warp."""
     return min(8, max(1, _padded(x.shape[-1]) * x.dtype.itemsize // 128))
-
-
-def _best_warps(columns: int) -> int:
-    """At most 64 columns a lane: sums over lanes are one instruction, those over warps cost barriers."""
-    return min(16, _power_of_two(-(-columns // 2048)))
-
-
-def _ranking_warps(columns: int) -> int:
-    """About 32 columns a lane."""
-    return min(16, max(1, _power_of_two(columns) // 1024))

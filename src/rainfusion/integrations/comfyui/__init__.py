@@ -73,7 +73,7 @@ def apply(
         dense_start: this share of the schedule stays dense at its start, 0 to 1.
         dense_end: this share of the schedule stays dense at its end, 0 to 1.
         skip_layers: layers that stay dense, as ints or as text such as `"0-3,38"`.
-        precision: `"native"`; `"fp8"` and `"int8"` on Hopper GPUs.
+        precision: `"native"`; `"int8"` on NVIDIA GPUs from 8.0 on, `"fp8"` from 8.9 on.
         method: `"recommended"`, `"published"` (RainFusion2.0 as it was published), `"adaptive"` (blocks by predicted
             mass), or a `Method`, in which `sparsity` and `precision` are replaced if they are given.
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.

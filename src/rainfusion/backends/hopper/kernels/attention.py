@@ -31,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
+
 _TO_E4M3: gl.constexpr = gl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
     "mov.b32 $0, {lo, hi}; }"
@@ -333,7 +335,7 @@ def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
 @gluon.jit
 def _consumer(
     q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers, barriers,
-    q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+    q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
     rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
     NEGATE: gl.constexpr, KEYS: gl.constexpr,
@@ -352,6 +354,7 @@ def _consumer(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     # for global memory: 16 bytes a thread, whole rows
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    UNIT: gl.constexpr = 8  # elements that strides count: 16 bytes, which rows are a multiple of
     SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
     HAS_BIAS: gl.constexpr = bias is not None
     STAND_INS: gl.constexpr = stand_ins is not None
@@ -376,8 +379,8 @@ def _consumer(
     else:
         o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
     if n > 0:
-        p_q = q + b.to(gl.int64) * q_stride_b + h.to(gl.int64) * q_stride_h
-        x = gl.load(p_q + o_token[:, None] * q_stride_s + o_d[None, :] * q_stride_d, mask=m_q, other=0.0)
+        p_q = q + (b.to(gl.int64) * q_stride_b + h.to(gl.int64) * q_stride_h) * UNIT
+        x = gl.load(p_q + o_token[:, None] * (q_stride_s * UNIT) + o_d[None, :], mask=m_q, other=0.0)
         if NEGATE:
             x = -x
         scale = scale_log2
@@ -537,8 +540,8 @@ def _consumer(
         y = gl.zeros([M, D], s_o.dtype, WIDE)
         if lse is not None:
             value = gl.full([M], float("-inf"), gl.float32, ROWS)
-    p_out = out + b.to(gl.int64) * out_stride_b + h.to(gl.int64) * out_stride_h
-    gl.store(p_out + o_token[:, None] * out_stride_s + o_d[None, :] * out_stride_d, y, mask=m_q)
+    p_out = out + (b.to(gl.int64) * out_stride_b + h.to(gl.int64) * out_stride_h) * UNIT
+    gl.store(p_out + o_token[:, None] * (out_stride_s * UNIT) + o_d[None, :], y, mask=m_q)
     if lse is not None:
         l_pos = row * 128 + WG * M + gl.arange(0, M, ROWS)
         if order is None:
@@ -548,10 +551,10 @@ def _consumer(
         gl.store(lse + (b.to(gl.int64) * H + h) * Sq + l_token, value, mask=l_pos < Sq)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def hopper_attention_kernel(
     q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean,
-    q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+    q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
     rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
     KEYS: gl.constexpr, num_warps: gl.constexpr,
@@ -607,13 +610,13 @@ def hopper_attention_kernel(
             (_consumer, (
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
                 barriers,
-                q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+                q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
                 rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE, KEYS,
             )),
             (_consumer, (
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
                 barriers,
-                q_stride_b, q_stride_h, q_stride_s, q_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
+                q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
                 rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE, KEYS,
             )),
             (_producer, (

@@ -6,6 +6,8 @@ And how far they are from their mean, see `prediction.spread`.
 import triton
 import triton.language as tl
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
+
 
 @triton.jit
 def tokens_at(o_pos, order, keep, b, S, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr):
@@ -26,11 +28,12 @@ def block_spread(b_x, b_mean, m_x, number):
     return tl.sum(tl.sum(b_apart * b_apart, 1), 0) / number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def pool_kernel(
     x, order, keep, means, spreads,
-    stride_b, stride_h, stride_s, stride_d, H, S, N,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
+    stride_b, stride_h, stride_s, H, S, N,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
     """Of the kept tokens of block n of x [B, H, S, D]: means[b, h, n] [B, H, N, D], spreads[b, h, n] fp32 [B, H, N].
 
@@ -42,7 +45,7 @@ def pool_kernel(
     o_pos = block * BLOCK + tl.arange(0, BLOCK)
     o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
-    p_x = x + b * stride_b + h * stride_h + o_token[:, None] * stride_s + o_d[None, :] * stride_d
+    p_x = x + (b * stride_b + h * stride_h) * UNIT + o_token[:, None] * (stride_s * UNIT) + o_d[None, :]
     m_x = m_row[:, None] & (o_d < D)[None, :]
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
     number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
@@ -53,12 +56,12 @@ def pool_kernel(
         tl.store(spreads + pid, block_spread(b_x, b_mean, m_x, number))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def gather_kernel(
     k, v, order, keep, k_out, v_out, means, spreads,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N, SPARE,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
-    POOL: tl.constexpr, STAND_INS: tl.constexpr,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, SPARE,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_KEEP: tl.constexpr, POOL: tl.constexpr, STAND_INS: tl.constexpr,
 ):  # fmt: skip
     """k, v [B, H, S, D] -> [B, H, (N + SPARE) * BLOCK, D] in block order, and k's block means; and spreads.
 
@@ -76,8 +79,8 @@ def gather_kernel(
     base = bh * (N + SPARE) * BLOCK
     o_row = tl.arange(0, BLOCK)
     o_out = (base + block * BLOCK + o_row)[:, None] * D + o_d[None, :]
-    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
-    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
+    p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_token[:, None] * (k_stride_s * UNIT) + o_d[None, :]
+    p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
     b_k = tl.load(p_k, mask=m_x, other=0.0)  # [BLOCK, D_PAD]
     b_v = tl.load(p_v, mask=m_x, other=0.0)
     tl.store(k_out + o_out, b_k, mask=m_d)

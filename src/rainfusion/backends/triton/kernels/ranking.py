@@ -6,8 +6,10 @@ Everything is exact and deterministic: the k-th best score of a row is found bit
 import triton
 import triton.language as tl
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def mean_scores_kernel(
     q_means, k_means, live, scores, scale, H, SHARED, NQ, NK,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_LIVE: tl.constexpr,
@@ -109,7 +111,7 @@ def _part_logits(
     return b_s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def part_mass_kernel(
     q_means, k_means, live, spreads, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
@@ -166,9 +168,9 @@ def part_mass_kernel(
 
 @triton.jit
 def _group_logits(
-    p_q, p_k, live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, groups_k, scale_log2,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_q, p_k, live, q_stride_s, k_stride_s, o_m, o_n, Sq, Sk, groups_k, scale_log2,
+    UNIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BM, BN] logits of 8 antidiagonal pairs, sum_i q[8a + 7 - i] . k[8b + i]; -inf where nothing is seen.
 
@@ -181,12 +183,9 @@ def _group_logits(
         o_q, o_k = o_m * 8 + 7 - i, o_n * 8 + i
         o_d = (step % CHUNKS) * BD + tl.arange(0, BD)
         m_d = (o_d < D)[None, :]
-        b_q = tl.load(
-            p_q + o_q[:, None] * q_stride_s + o_d[None, :] * q_stride_d, mask=(o_q < Sq)[:, None] & m_d, other=0.0
-        )
-        b_k = tl.load(
-            p_k + o_k[:, None] * k_stride_s + o_d[None, :] * k_stride_d, mask=(o_k < Sk)[:, None] & m_d, other=0.0
-        )
+        m_q, m_k = (o_q < Sq)[:, None] & m_d, (o_k < Sk)[:, None] & m_d
+        b_q = tl.load(p_q + o_q[:, None] * (q_stride_s * UNIT) + o_d[None, :], mask=m_q, other=0.0)
+        b_k = tl.load(p_k + o_k[:, None] * (k_stride_s * UNIT) + o_d[None, :], mask=m_k, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
     b_s = _shown(b_s * scale_log2)
     m_s = (tl.load(live + o_n, mask=o_n < groups_k, other=0) != 0)[None, :]
@@ -195,18 +194,18 @@ def _group_logits(
     return tl.where(m_s, b_s, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def group_mass_kernel(
-    q, k, live, mass,
-    q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    q, k, groups, mass,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     scale_log2, H, SHARED, NQ, NK, Sq, Sk,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ada_bsa: mass[i, j] = sum over the 16x16 groups of a block pair of softmax_b(mean logit of antidiagonal pairs).
 
     One program has BM groups of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    live uint8 [B, NK * 16]: groups with a key left -> fp32 [B, H, NQ, NK].
+    groups uint8 [B, NK * 16]: those with a key left -> fp32 [B, H, NQ, NK].
     """
     GROUPS: tl.constexpr = 16
     pid = tl.program_id(0).to(tl.int64)
@@ -214,9 +213,9 @@ def group_mass_kernel(
     bh, tile = pid // tiles_m, tiles_m - 1 - pid % tiles_m
     b, h = bh // H, bh % H
     o_m = tile * BM + tl.arange(0, BM)
-    p_q = q + b * q_stride_b + h * q_stride_h
-    p_k = k + b * k_stride_b + (h // SHARED) * k_stride_h
-    p_live = live + b * (NK * GROUPS)
+    p_q = q + (b * q_stride_b + h * q_stride_h) * UNIT
+    p_k = k + (b * k_stride_b + (h // SHARED) * k_stride_h) * UNIT
+    p_live = groups + b * (NK * GROUPS)
     end = NK * GROUPS
     if IS_CAUSAL:
         end = tl.minimum(end, (tile + 1) * BM)
@@ -225,8 +224,8 @@ def group_mass_kernel(
     for first in range(0, end, BN):
         o_n = (first + tl.arange(0, BN)).to(tl.int64)
         b_s = _group_logits(
-            p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS,
-            scale_log2, D, BM, BN, BD, IS_CAUSAL, PRECISION,
+            p_q, p_k, p_live, q_stride_s, k_stride_s, o_m, o_n, Sq, Sk, NK * GROUPS,
+            scale_log2, UNIT, D, BM, BN, BD, IS_CAUSAL, PRECISION,
         )  # fmt: skip
         b_m, b_l = _normaliser(b_s, b_m, b_l)
     b_base, b_norm = _finished(b_m, b_l, o_m * 8 < Sq)
@@ -236,8 +235,8 @@ def group_mass_kernel(
         if first < end:
             o_n = (first + tl.arange(0, BN)).to(tl.int64)
             b_s = _group_logits(
-                p_q, p_k, p_live, q_stride_s, q_stride_d, k_stride_s, k_stride_d, o_m, o_n, Sq, Sk, NK * GROUPS,
-                scale_log2, D, BM, BN, BD, IS_CAUSAL, PRECISION,
+                p_q, p_k, p_live, q_stride_s, k_stride_s, o_m, o_n, Sq, Sk, NK * GROUPS,
+                scale_log2, UNIT, D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
             b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS, False)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
@@ -256,62 +255,60 @@ def _sort_key(x, m_valid):
 
 
 @triton.jit
-def _best(key, number):
-    """bool [N]: the `number` largest keys, ties to the lower index."""
-    kth = tl.zeros([1], tl.uint32)  # the largest value that `number` keys reach, found bit by bit
-    i = 0
-    while i < 32:
-        tried = kth | (tl.full([1], 1, tl.uint32) << (31 - i))
-        reach = tl.sum((key >= tried).to(tl.int32), 0)
-        kth = tl.where(reach >= number, tried, kth)
-        i = tl.where(reach == number, 32, i + 1)  # exactly so many: lower bits change nothing
-    above = key > kth
-    tied = (key == kth) & (key > 0)
-    rank = tl.cumsum(tied.to(tl.int32), 0) - 1
-    return above | (tied & (rank < number - tl.sum(above.to(tl.int32), 0)))
+def _place_row(flags, count, p_list, NK, PART: tl.constexpr):
+    """A row's list: kept columns ascending, then the others ascending. flags [PART]: bit i for column i * PART + ..."""
+    earlier = 0
+    for first in range(0, NK, PART):
+        o_n = first + tl.arange(0, PART)
+        kept = ((flags >> (first // PART)) & 1).to(tl.int32)
+        rank = earlier + tl.cumsum(kept, 0)
+        tl.store(p_list + tl.where(kept != 0, rank - 1, count + o_n - rank), o_n, mask=o_n < NK)
+        earlier += tl.sum(kept, 0)
 
 
 @triton.jit
-def _place(kept, o_n, m_n, earlier, count, p_list):
-    """Columns o_n in a row's list: kept ones ascending, after `earlier` of them, the others ascending after `count`."""
-    rank = earlier + tl.cumsum(kept.to(tl.int32), 0)
-    tl.store(p_list + tl.where(kept, rank - 1, count + o_n - rank), o_n, mask=m_n)
+def _above(key, bound, left):
+    """Which keys are above `bound`, and of those that equal it the first `left`; and how many of them are left then."""
+    kept = key > bound
+    if left > 0:
+        tied = (key == bound).to(tl.int32)
+        kept = kept | ((tied != 0) & (tl.cumsum(tied, 0) <= left))
+        left -= tl.sum(tied, 0)
+    return kept, left
 
 
 @triton.jit
-def _row_keys(p_scores, protected, NK, HEAD: tl.constexpr, TAIL: tl.constexpr, FREE_ONLY: tl.constexpr):
-    """Sort keys of a row [HEAD], [TAIL], and which of its columns are protected. HEAD is at most NK."""
-    o_head, o_tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    m_tail = o_tail < NK
-    b_head, b_tail = tl.load(p_scores + o_head), tl.load(p_scores + o_tail, mask=m_tail, other=0.0)
-    if protected is None:
-        always_head, always_tail = o_head < 0, o_tail < 0
-    else:
-        always_head = tl.load(protected + o_head) != 0
-        always_tail = tl.load(protected + o_tail, mask=m_tail, other=0) != 0
-    m_head = o_head >= 0
+def _row_keys(p_scores, protected, o_n, NK, FREE_ONLY: tl.constexpr):
+    """Sort keys of a row's columns o_n, and which of them are protected."""
+    m_n = o_n < NK
+    b_s = tl.load(p_scores + o_n, mask=m_n, other=0.0)
+    always = tl.load(protected + o_n, mask=m_n, other=0) != 0
     if FREE_ONLY:
-        m_head, m_tail = m_head & (always_head == 0), m_tail & (always_tail == 0)
-    return _sort_key(b_head, m_head), _sort_key(b_tail, m_tail), always_head, always_tail
+        m_n = m_n & (always == 0)
+    return _sort_key(b_s, m_n), always
 
 
 @triton.jit
-def _below(head, tail, bound):
-    """How many keys of 31 bits are below `bound`. The sign of a difference takes fewer instructions than comparing."""
-    folded = tl.sum(tl.reshape((head - bound) >> 31, [head.shape[0] // tail.shape[0], tail.shape[0]]), 0)
-    return tl.sum(folded + ((tail - bound) >> 31), 0).to(tl.int32)  # one sum over lanes and warps instead of two
+def _not_below(key, bound):
+    """How many keys of 31 bits reach `bound`. The sign of a difference takes fewer instructions than comparing."""
+    return key.shape[0] - tl.sum((key - bound) >> 31, 0).to(tl.int32)
 
 
 @triton.jit
-def _reached(head, tail, number, candidates):
+def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
     """-> the largest key that `number` keys reach, or any that just so many reach; and how many do.
 
-    Keys have 31 bits, and are 0 where they are no candidates. The next guess is as if they lay evenly between the
-    bounds, now and then the middle, and always that in the end: so few steps usually, and never many.
+    Keys have 31 bits, and are 0 where they are no candidates. head: those of the first columns; the others, if there
+    are, are read again in each step. The next guess is as if they lay evenly between the bounds, now and then the
+    middle, and always that in the end: so few steps usually, and never many.
     """
-    TOTAL: tl.constexpr = head.shape[0] + tail.shape[0]
-    low = tl.minimum(tl.min(head - 1, 0), tl.min(tail - 1, 0)) + 1
-    high = tl.maximum(tl.max(head, 0), tl.max(tail, 0)) + 1
+    WIDE: tl.constexpr = head.shape[0]
+    low, high = tl.min(head - 1, 0), tl.max(head, 0)
+    for first in range(WIDE, NK, PART):
+        key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
+        key = key >> 1
+        low, high = tl.minimum(low, tl.min(key - 1, 0)), tl.maximum(high, tl.max(key, 0))
+    low, high = low + 1, high + 1
     at_low, at_high = tl.full([], candidates, tl.int32), tl.full([], 0, tl.int32)
     reach = at_low
     step = 0
@@ -320,7 +317,10 @@ def _reached(head, tail, number, candidates):
         share = tl.where((step % 4 == 3) | (step > 12), 0.5, share)
         guess = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        reach = TOTAL - _below(head, tail, guess)
+        reach = _not_below(head, guess)
+        for first in range(WIDE, NK, PART):
+            key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
+            reach += _not_below(key >> 1, guess)
         enough = reach >= number
         low, at_low = tl.where(enough, guess, low), tl.where(enough, reach, at_low)
         high, at_high = tl.where(enough, high, guess), tl.where(enough, at_high, reach)
@@ -329,71 +329,66 @@ def _reached(head, tail, number, candidates):
 
 
 @triton.jit
-def _best_of_equals(head, tail, kth, number):
-    """bool [HEAD], [TAIL]: the `number` largest keys, ties to the lower index. kth: the last one's upper bits."""
-    kth = (kth << 1) | 1
-    reach = tl.sum((head >= kth).to(tl.int32), 0) + tl.sum((tail >= kth).to(tl.int32), 0)
-    kth = tl.where(reach >= number, kth, kth - 1)
-    left = number - tl.sum((head > kth).to(tl.int32), 0) - tl.sum((tail > kth).to(tl.int32), 0)
-    tied_head, tied_tail = (head == kth).to(tl.int32), (tail == kth).to(tl.int32)
-    in_head = tl.sum(tied_head, 0)
-    kept_head = (head > kth) | ((tied_head != 0) & (tl.cumsum(tied_head, 0) <= left))
-    kept_tail = (tail > kth) | ((tied_tail != 0) & (tl.cumsum(tied_tail, 0) <= left - in_head))
-    return kept_head, kept_tail
+def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
+    """-> the `number`-th largest key, whose upper 31 bits are kth, and how many that equal it are still to be kept."""
+    above, reach = 0, 0  # keys with larger upper bits; and with those, the ones that end in 1
+    for first in range(0, NK, PART):
+        key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
+        above += tl.sum((key >> 1 > kth).to(tl.int32), 0)
+        reach += tl.sum((key > kth * 2).to(tl.int32), 0)
+    if reach >= number:
+        bound, left = kth * 2 + 1, number - above
+    else:
+        bound, left = kth * 2, number - reach
+    return bound, left
 
 
-# vectors of protected columns would spread the scores, so that lanes read far apart
-@triton.jit(do_not_specialize_on_alignment=["protected_columns"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def keep_best_kernel(
     scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, NQ, NK,
-    HEAD: tl.constexpr, TAIL: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
+    WIDE: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
 
-    HEAD + TAIL columns, powers of two, hold a row, HEAD <= NK. PER_HEAD: numbers int32 [heads], by head or by batch
-    and head. protected_columns: None if there are none. FREE_ONLY: the best of those not protected. candidates: how
-    many columns those are.
+    The first WIDE columns of a row are held in registers while it is ranked, all others are read PART by PART; there
+    may be 64 * PART. PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not
+    protected. candidates: how many columns those are.
     """
+    PART: tl.constexpr = WIDE // 4
     row = tl.program_id(0).to(tl.int64)
     p_scores = scores + row * NK
     if PER_HEAD:
         number = tl.load(numbers + row // NQ % heads)
     number = tl.minimum(number, candidates)
-    head, tail, always_head, always_tail = _row_keys(p_scores, protected_columns, NK, HEAD, TAIL, FREE_ONLY)
-    head, tail = head >> 1, tail >> 1
-    kth, reach = _reached(head, tail, number, candidates)
-    if reach == number:
-        kept_head, kept_tail = head >= kth, tail >= kth
-    else:  # the last bit, and the index, decide; read again rather than kept in registers
-        all_head, all_tail, _, _ = _row_keys(p_scores, protected_columns, NK, HEAD, TAIL, FREE_ONLY)
-        kept_head, kept_tail = _best_of_equals(all_head, all_tail, kth, number)
+    head, _ = _row_keys(p_scores, protected_columns, tl.arange(0, WIDE), NK, FREE_ONLY)
+    kth, reach = _reached(head >> 1, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY)
+    bound, left = kth * 2 - 1, 0
+    if reach != number:  # the last bit, and the index, decide
+        bound, left = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
     whole = tl.load(protected_rows + row % NQ) != 0
-    o_head, o_tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    m_tail = o_tail < NK
-    kept_head, kept_tail = kept_head | always_head | whole, (kept_tail | always_tail | whole) & m_tail
-    in_head = tl.sum(kept_head.to(tl.int32), 0)
-    count = in_head + tl.sum(kept_tail.to(tl.int32), 0)
+    flags = tl.zeros([PART], tl.int64)
+    count = 0
+    for first in range(0, NK, PART):  # read again rather than kept in registers
+        o_n = first + tl.arange(0, PART)
+        key, always = _row_keys(p_scores, protected_columns, o_n, NK, FREE_ONLY)
+        kept, left = _above(key, bound, left)
+        kept = (kept | always | whole) & (o_n < NK)
+        flags = flags | (kept.to(tl.int64) << (first // PART))
+        count += tl.sum(kept.to(tl.int32), 0)
     tl.debug_barrier()  # every score was read before the list takes its place
-    p_list = indices + row * NK
     tl.store(counts + row, count)
-    _place(kept_head, o_head, None, 0, count, p_list)
-    _place(kept_tail, o_tail, m_tail, in_head, count, p_list)
+    _place_row(flags, count, indices + row * NK, NK, PART)
 
 
 @triton.jit
-def keep_mass_kernel(
-    mass, live, counts, indices, share_bits, cdf_threshold, H, NQ, NK,
-    N_PAD: tl.constexpr, HAS_LIVE: tl.constexpr, IS_CAUSAL: tl.constexpr, KEEP_SINK: tl.constexpr,
-    KEEP_RECENT: tl.constexpr, HAS_THRESHOLD: tl.constexpr,
+def _mass_keys(
+    p_mass, p_live, o_n, i, NK,
+    IS_CAUSAL: tl.constexpr, KEEP_SINK: tl.constexpr, KEEP_RECENT: tl.constexpr,
 ):  # fmt: skip
-    """ada_bsa: the forced columns, and of the others the fewest that reach the threshold, at most the cap.
+    """Of the columns o_n of row i: sort keys, 0 if not up for choice; masses in fixed point; which are kept anyway.
 
-    share_bits: 1 - sparsity, a double's bits. `indices` may be the masses' memory.
+    In fixed point sums do not depend on the order of adding.
     """
-    row = tl.program_id(0).to(tl.int64)
-    i = (row % NQ).to(tl.int32)
-    b = row // (NQ * H)
-    o_n = tl.arange(0, N_PAD)
     m_n = o_n < NK
     visible = m_n
     if IS_CAUSAL:
@@ -404,37 +399,115 @@ def keep_mass_kernel(
     if KEEP_RECENT:
         forced = forced | (o_n == (i if IS_CAUSAL else NK - 1))
     others = visible & (forced == 0)
-    b_mass = tl.load(mass + row * NK + o_n, mask=m_n, other=0.0)
-    if HAS_LIVE:
-        b_mass = tl.where(tl.load(live + b * NK + o_n, mask=m_n, other=0) != 0, b_mass, -1.0)
-    key = _sort_key(b_mass, others)
-    available = tl.sum(others.to(tl.int32), 0)
-    wanted = available
-    if HAS_THRESHOLD:
-        # in fixed point, so that sums do not depend on the order of adding
-        fixed = tl.where(others & (b_mass > 0), b_mass, 0.0) * 4294967296.0
-        fixed = fixed.to(tl.int64)
-        enough = cdf_threshold * tl.sum(fixed, 0).to(tl.float32)
-        bound = tl.zeros([1], tl.uint32)  # the lowest value whose larger keys do not reach the threshold
-        for bit in range(32):
-            step = tl.full([1], 1, tl.uint32) << (31 - bit)
-            larger = tl.sum(tl.where(key > (bound | (step - 1)), fixed, 0), 0)
-            bound = tl.where(larger.to(tl.float32) < enough, bound, bound | step)
-        above = others & (key > bound)
-        tied = others & (key == bound)
-        before = tl.sum(tl.where(above, fixed, 0), 0) + (tl.cumsum(tied.to(tl.int64), 0) - 1) * fixed
-        wanted = tl.sum((above | (tied & (before.to(tl.float32) < enough))).to(tl.int32), 0)
-    seen = tl.sum(visible.to(tl.int32), 0).to(tl.float64)
-    cap = tl.ceil(seen * share_bits.to(tl.int64).to(tl.float64, bitcast=True) - 1e-9).to(tl.int32)
-    number = tl.minimum(tl.maximum(tl.minimum(wanted, cap), 1), available)
-    kept = ((_best(key, number) & others) | forced) & visible
-    count = tl.sum(kept.to(tl.int32), 0)
-    tl.debug_barrier()
-    tl.store(counts + row, count)
-    _place(kept, o_n, m_n, 0, count, indices + row * NK)
+    b_mass = tl.load(p_mass + o_n, mask=m_n, other=0.0)
+    if p_live is not None:
+        b_mass = tl.where(tl.load(p_live + o_n, mask=m_n, other=0) != 0, b_mass, -1.0)
+    fixed = (tl.where(others & (b_mass > 0), b_mass, 0.0) * 4294967296.0).to(tl.int64)
+    return _sort_key(b_mass, others), fixed, forced & visible
 
 
 @triton.jit
+def _larger_mass(key, fixed, bound):
+    """The mass of keys above `bound`."""
+    return tl.sum(tl.where(key > bound, fixed, 0), 0)
+
+
+@triton.jit
+def _number_wanted(
+    key, fixed, p_mass, p_live, i, NK, share, PART: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, KEEP_SINK: tl.constexpr, KEEP_RECENT: tl.constexpr,
+):  # fmt: skip
+    """How many of the largest keys have a share of the mass. key, fixed [WIDE]: the first columns."""
+    WIDE: tl.constexpr = key.shape[0]
+    o_n = tl.arange(0, PART)
+    total = tl.sum(fixed, 0)
+    for first in range(WIDE, NK, PART):
+        keys, more, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+        total += tl.sum(more, 0)
+    enough = share * total.to(tl.float32)
+    bound = tl.full([], 0, tl.uint32)  # the lowest value whose larger keys do not reach the threshold
+    for bit in range(32):
+        step = tl.full([], 1, tl.uint32) << (31 - bit)
+        larger = _larger_mass(key, fixed, bound | (step - 1))
+        for first in range(WIDE, NK, PART):
+            keys, more, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+            larger += _larger_mass(keys, more, bound | (step - 1))
+        bound = tl.where(larger.to(tl.float32) < enough, bound, bound | step)
+    # those above it, and of those that equal it, which all have the same mass, as many as are needed
+    above, each = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    wanted, tied = 0, 0
+    for first in range(0, NK, PART):
+        keys, more, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+        above += _larger_mass(keys, more, bound)
+        wanted += tl.sum((keys > bound).to(tl.int32), 0)
+        tied += tl.sum(((keys == bound) & (keys > 0)).to(tl.int32), 0)
+        each = tl.maximum(each, tl.max(tl.where(keys == bound, more, 0), 0))
+    for first in range(0, tied, PART):
+        before = above + (first + o_n).to(tl.int64) * each
+        wanted += tl.sum(((first + o_n < tied) & (before.to(tl.float32) < enough)).to(tl.int32), 0)
+    return wanted
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
+def keep_mass_kernel(
+    mass, live, counts, indices, share_bits: tl.int64, cdf_threshold, H, NQ, NK,
+    WIDE: tl.constexpr, IS_CAUSAL: tl.constexpr, KEEP_SINK: tl.constexpr, KEEP_RECENT: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+):  # fmt: skip
+    """ada_bsa: the forced columns, and of the others the fewest that reach the threshold, at most the cap.
+
+    live: None if all blocks have a key left. share_bits: 1 - sparsity, a double's bits. `indices` may be the masses'
+    memory. WIDE: as in `keep_best_kernel`.
+    """
+    PART: tl.constexpr = WIDE // 4
+    row = tl.program_id(0).to(tl.int64)
+    i = (row % NQ).to(tl.int32)
+    p_mass, p_live = mass + row * NK, live
+    if live is not None:
+        p_live = live + row // (NQ * H) * NK
+    o_n = tl.arange(0, PART)
+    key, fixed, first_forced = _mass_keys(p_mass, p_live, tl.arange(0, WIDE), i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+    available = tl.sum((key > 0).to(tl.int32), 0)
+    for first in range(WIDE, NK, PART):
+        keys, _, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+        available += tl.sum((keys > 0).to(tl.int32), 0)
+    wanted = available
+    if HAS_THRESHOLD:
+        wanted = _number_wanted(
+            key, fixed, p_mass, p_live, i, NK, cdf_threshold, PART, IS_CAUSAL, KEEP_SINK, KEEP_RECENT
+        )  # fmt: skip
+    seen = tl.minimum(NK, i + 1) if IS_CAUSAL else NK
+    share = share_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    cap = tl.ceil(seen.to(tl.float64) * share - 1e-9).to(tl.int32)
+    number = tl.minimum(tl.maximum(tl.minimum(wanted, cap), 1), available)
+    kth = tl.full([], 0, tl.uint32)  # the largest value that `number` keys reach, found bit by bit
+    bit = 0
+    while bit < 32:
+        tried = kth | (tl.full([], 1, tl.uint32) << (31 - bit))
+        reach = tl.sum((key >= tried).to(tl.int32), 0)
+        for first in range(WIDE, NK, PART):
+            keys, _, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+            reach += tl.sum((keys >= tried).to(tl.int32), 0)
+        kth = tl.where(reach >= number, tried, kth)
+        bit = tl.where(reach == number, 32, bit + 1)  # exactly so many: lower bits change nothing
+    left = number
+    for first in range(0, NK, PART):
+        keys, _, _ = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+        left -= tl.sum((keys > kth).to(tl.int32), 0)
+    flags = tl.zeros([PART], tl.int64)
+    count = 0
+    for first in range(0, NK, PART):
+        keys, _, forced = _mass_keys(p_mass, p_live, first + o_n, i, NK, IS_CAUSAL, KEEP_SINK, KEEP_RECENT)
+        kept, left = _above(keys, kth, left)
+        kept = kept | forced
+        flags = flags | (kept.to(tl.int64) << (first // PART))
+        count += tl.sum(kept.to(tl.int32), 0)
+    tl.debug_barrier()  # every mass was read before the list takes its place
+    tl.store(counts + row, count)
+    _place_row(flags, count, indices + row * NK, NK, PART)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def heavy_first_kernel(counts, schedule, NQ, BM: tl.constexpr, BN: tl.constexpr):
     """schedule[bh]: a head's rows, those with the most blocks first, ties in order: int32 [B * H, NQ]."""
     pid = tl.program_id(0).to(tl.int64)

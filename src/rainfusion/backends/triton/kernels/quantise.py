@@ -1,4 +1,4 @@
-"""The passes over keys and values for quantised attention: statistics, then e4m3 or int8 in block order.
+"""The passes over keys and values for quantised attention: statistics, then eight bits in block order.
 
 k is smoothed by its mean over tokens first: a vector that all keys share moves every logit of a query alike, which the
 softmax does not see, but it would take most of the range of eight bits.
@@ -7,21 +7,22 @@ softmax does not see, but it would take most of the range of eight bits.
 import triton
 import triton.language as tl
 
+from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
 from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def statistics_kernel(
-    k, v, order, keep, k_means, v_means, v_largest, k_bounds, spreads,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
+    k, v, order, keep, means, v_means, v_largest, k_bounds, spreads,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
     """fp32 [B, H, N, D]: the mean of the keys in each block of KEYS, and if asked for of its values.
 
     If asked for how far its keys are from their mean, spreads fp32 [B, H, N].
-    For each slice of BLOCK tokens, a block or several: the largest magnitude of v's channels, v_largest fp32
-    [B, H, slices, D]; and if asked for the least and the greatest finite number of k's, k_bounds [B, H, slices, 2, D].
+    For each slice of BLOCK tokens, a block or several, and if asked for: the largest magnitude of v's channels,
+    v_largest fp32 [B, H, slices, D]; the least and the greatest finite number of k's, k_bounds [B, H, slices, 2, D].
     """
     PIECES: tl.constexpr = BLOCK // KEYS
     pid = tl.program_id(0).to(tl.int64)
@@ -33,14 +34,14 @@ def statistics_kernel(
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     m_x = m_row[:, None] & m_d[None, :]
-    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
-    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
+    p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_token[:, None] * (k_stride_s * UNIT) + o_d[None, :]
+    p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
     b_k = tl.load(p_k, mask=m_x, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
     if PIECES == 1:
         number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
         b_mean = tl.sum(b_k, 0) / number
-        tl.store(k_means + pid * D + o_d, b_mean, mask=m_d)
+        tl.store(means + pid * D + o_d, b_mean, mask=m_d)
         if v_means is not None:
             tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
         if spreads is not None:
@@ -53,7 +54,7 @@ def statistics_kernel(
         m_mean = (o_block < N)[:, None] & m_d[None, :]
         b_pieces = tl.reshape(b_k, [PIECES, KEYS, D_PAD])
         b_means = tl.sum(b_pieces, 1) / b_number
-        tl.store(k_means + o_mean, b_means, mask=m_mean)
+        tl.store(means + o_mean, b_means, mask=m_mean)
         if spreads is not None:
             b_apart = tl.where(tl.reshape(m_x, [PIECES, KEYS, D_PAD]), b_pieces - b_means[:, None, :], 0.0)
             b_spread = tl.sum(tl.sum(b_apart * b_apart, 2), 1)[:, None] / b_number
@@ -65,17 +66,19 @@ def statistics_kernel(
         p_bounds = k_bounds + pid * 2 * D + o_d
         tl.store(p_bounds, tl.min(tl.where(m_finite, b_k, float("inf")), 0), mask=m_d)
         tl.store(p_bounds + D, tl.max(tl.where(m_finite, b_k, float("-inf")), 0), mask=m_d)
-    tl.store(v_largest + pid * D + o_d, tl.max(tl.abs(b_v), 0), mask=m_d)
+    if v_largest is not None:
+        tl.store(v_largest + pid * D + o_d, tl.max(tl.abs(b_v), 0), mask=m_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def channels_kernel(
-    k_means, v_largest, k_bounds, k_mean, v_scale, k_scale, N, SLICES,
-    D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr,
+    means, v_largest, k_bounds, k_mean, v_scale, k_scale, N, SLICES,
+    D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, K_LARGEST: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Over all blocks of a head: fp32 [B, H, D], the mean of the block means, and the scale of v's channels.
+    """Over all blocks of a head: fp32 [B, H, D], the mean of the block means, and with v_largest v's scale of channels.
 
-    With k_bounds also one scale for all its keys, k_scale fp32 [B, H, 1]. SLICES is at most N.
+    With k_bounds also one scale for all its keys, k_scale fp32 [B, H, 1]. SLICES is at most N. K_LARGEST, V_LARGEST:
+    what the types of quantised keys and values reach.
     """
     bh = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
@@ -89,12 +92,13 @@ def channels_kernel(
         o_n = first + tl.arange(0, ROWS)
         o_x = (bh * N + o_n)[:, None] * D + o_d[None, :]
         m_x = (o_n < N)[:, None] & m_d[None, :]
-        b_means = tl.load(k_means + o_x, mask=m_x, other=0.0)
+        b_means = tl.load(means + o_x, mask=m_x, other=0.0)
         b_sum += tl.sum(b_means, 0)
         number += tl.sum((tl.max(tl.abs(b_means), 1) > 0).to(tl.float32), 0)
         o_slice = (bh * SLICES + o_n)[:, None]
         m_x = (o_n < SLICES)[:, None] & m_d[None, :]
-        b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_slice * D + o_d[None, :], mask=m_x, other=0.0), 0))
+        if v_largest is not None:
+            b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_slice * D + o_d[None, :], mask=m_x, other=0.0), 0))
         if k_bounds is not None:
             p_bounds = k_bounds + o_slice * 2 * D + o_d[None, :]
             b_least = tl.minimum(b_least, tl.min(tl.load(p_bounds, mask=m_x, other=float("inf")), 0))
@@ -103,30 +107,34 @@ def channels_kernel(
     b_mean = b_sum / tl.maximum(number, 1.0)
     b_mean = tl.where(tl.abs(b_mean) < float("inf"), b_mean, 0.0)
     tl.store(k_mean + bh * D + o_d, b_mean, mask=m_d)
-    tl.store(v_scale + bh * D + o_d, tl.maximum(b_max, 1e-30) / 448.0, mask=m_d)
+    if v_largest is not None:
+        tl.store(v_scale + bh * D + o_d, tl.maximum(b_max, 1e-30) / V_LARGEST, mask=m_d)
     if k_bounds is not None:
         largest = tl.max(tl.maximum(b_greatest - b_mean, b_mean - b_least), 0)
-        tl.store(k_scale + bh, tl.maximum(largest, 1e-30) / (127.0 if INT8 else 448.0))
+        tl.store(k_scale + bh, tl.maximum(largest, 1e-30) / K_LARGEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def quantise_kernel(
     k, v, order, keep, k_mean, v_scale, k_out, v_out, k_scale,
-    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, H, S, N,
-    FIRST, ALL, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr, INT8: tl.constexpr,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, FIRST, ALL,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr, LARGEST: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
-    """k -> [B, H, ALL * KEYS, D]; v -> e4m3 [B, H, ALL * D_PAD, KEYS], blocks transposed.
+    """k -> [B, H, ALL * KEYS, WIDTH], of a type that reaches LARGEST; v -> the same, in its own type.
+
+    With v_scale v is quantised, too -> [B, H, ALL * D_PAD, KEYS], blocks turned: that is how tensor cores want it.
 
     The N blocks of a head are those from FIRST on of its ALL; a program has BLOCK tokens, one of them or several.
     k_scale: found here, one for each block; or where blocks are finer than BLOCK given, one for each head.
 
-    In a block of v, key 16 g + 8 h + 2 c + e stands at 16 g + 4 c + 2 h + e: see `attention._weights`. A finer block is
-    copied as rows of 128 bytes and read as rows of KEYS, and the copy engine and the tensor cores differ in the bits by
-    which they swizzle such rows: channel d stands at d ^ (d / 8 mod BLOCK / KEYS), which makes up for it.
+    PERMUTED, for `hopper`: in a block of v, key 16 g + 8 h + 2 c + e stands at 16 g + 4 c + 2 h + e: see `_weights`
+    there. A finer block is copied as rows of 128 bytes and read as rows of KEYS, and the copy engine and the tensor
+    cores differ in the bits by which they swizzle such rows: channel d stands at d ^ (d / 8 mod BLOCK / KEYS), which
+    makes up for it.
     """
     PIECES: tl.constexpr = BLOCK // KEYS
-    LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
+    INT8: tl.constexpr = k_out.dtype.element_ty == tl.int8
     pid = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(N, PIECES)
     bh, tile = pid // tiles, pid % tiles
@@ -138,10 +146,10 @@ def quantise_kernel(
 
     o_token, m_row = tokens_at(tile * BLOCK + o_row, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     m_x = m_row[:, None] & m_d[None, :]
-    p_k = k + b * k_stride_b + h * k_stride_h + o_token[:, None] * k_stride_s + o_d[None, :] * k_stride_d
+    p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_token[:, None] * (k_stride_s * UNIT) + o_d[None, :]
     b_mean = tl.load(k_mean + bh * D + o_d, mask=m_d, other=0.0)
     b_k = tl.where(m_x, tl.load(p_k, mask=m_x, other=0.0).to(tl.float32) - b_mean[None, :], 0.0)
-    m_k = m_d[None, :]
+    m_out = (o_d < WIDTH)[None, :]  # zeros past D
     if PIECES == 1:
         scale = tl.maximum(tl.max(tl.max(tl.abs(b_k), 1), 0), 1e-30) / LARGEST
         scale = scale + tl.sum(tl.sum(b_k * 0.0, 1), 0)  # a NaN or infinity makes it NaN, and so shows
@@ -150,25 +158,30 @@ def quantise_kernel(
         scale = tl.load(k_scale + bh)
         b_nothing = tl.sum(tl.reshape(tl.sum(b_k * 0.0, 1), [PIECES, KEYS]), 1)  # NaN for blocks with one of those
         m_tile = tile * PIECES + o_row // KEYS < N  # [BLOCK]: the last tile may be one in part
-        m_k = m_tile[:, None] & m_k
+        m_out = m_tile[:, None] & m_out
     b_k = b_k / scale
     if INT8:
         b_k = (b_k + 12582912.0) - 12582912.0  # to the nearest integer
     elif PIECES > 1:
         b_k = b_k + b_k * 0.0
-    tl.store(k_out + (place * KEYS + o_row)[:, None] * D + o_d[None, :], b_k.to(k_out.dtype.element_ty), mask=m_k)
+    o_out = (place * KEYS + o_row)[:, None] * WIDTH + o_d[None, :]
+    tl.store(k_out + o_out, b_k.to(k_out.dtype.element_ty), mask=m_out)
 
-    o_key = (o_row // 16) * 16 + ((o_row // 2) % 2) * 8 + ((o_row // 4) % 4) * 2 + o_row % 2
-    o_token, m_key = tokens_at(tile * BLOCK + o_key, order, keep, b, S, HAS_ORDER, HAS_KEEP)
-    p_v = v + b * v_stride_b + h * v_stride_h + o_token[:, None] * v_stride_s + o_d[None, :] * v_stride_d
-    b_v = tl.load(p_v, mask=m_key[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    b_v = b_v / tl.load(v_scale + bh * D + o_d, mask=m_d, other=1.0)[None, :]
+    if PERMUTED:
+        o_key = (o_row // 16) * 16 + ((o_row // 2) % 2) * 8 + ((o_row // 4) % 4) * 2 + o_row % 2
+        o_token, m_row = tokens_at(tile * BLOCK + o_key, order, keep, b, S, HAS_ORDER, HAS_KEEP)
+    p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
+    b_v = tl.load(p_v, mask=m_row[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    if v_scale is not None:
+        b_v = b_v / tl.load(v_scale + bh * D + o_d, mask=m_d, other=1.0)[None, :]
     if PIECES > 1 and INT8:  # integers have no NaN: the values show it
         b_v = b_v + tl.reshape(tl.broadcast_to(b_nothing[:, None], [PIECES, KEYS]), [BLOCK])[:, None]
-    b_v = tl.trans(b_v.to(v_out.dtype.element_ty))  # [D_PAD, BLOCK]
-    if PIECES == 1:
-        tl.store(v_out + (place * D_PAD + o_d)[:, None] * BLOCK + o_row[None, :], b_v)
+    b_v = b_v.to(v_out.dtype.element_ty)
+    if v_scale is None:
+        tl.store(v_out + o_out, b_v, mask=m_out)
+    elif PIECES == 1:
+        tl.store(v_out + (place * D_PAD + o_d)[:, None] * BLOCK + o_row[None, :], tl.trans(b_v))
     else:
         o_block = ((place + o_row // KEYS) * D_PAD * KEYS + o_row % KEYS)[None, :]
-        o_channel = (o_d ^ (o_d // 8 % PIECES))[:, None]
-        tl.store(v_out + o_block + o_channel * KEYS, b_v, mask=m_tile[None, :])
+        o_channel = (o_d ^ (o_d // 8 % PIECES) if PERMUTED else o_d)[:, None]
+        tl.store(v_out + o_block + o_channel * KEYS, tl.trans(b_v), mask=m_tile[None, :])

@@ -1,0 +1,122 @@
+"""Keys and values in eight bits, for `triton` and for `hopper`: the passes before a quantised kernel.
+
+k is smoothed by its mean over tokens and has one scale for each block, or for each head where blocks of keys are finer
+than those of queries; v has one for each channel, where it is quantised at all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rainfusion.backends import triton
+from rainfusion.backends.protocol import Keys, Request, Scales
+from rainfusion.prediction import spread
+from rainfusion.prediction.pooling import live_blocks
+
+# what each type of eight bits reaches; the last is the one of AMD's MI300
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
+_ALIGNED = 16  # bytes that are read at once
+
+
+class Form(NamedTuple):
+    """How a kernel wants keys and values."""
+
+    k: torch.dtype
+    v: torch.dtype  # of eight bits, or that of the inputs
+    tile: int  # tokens of a block of queries, and keys that the kernel may have at once
+    padded: int  # head dim
+    permuted: bool = False  # v, see `quantise_kernel`
+
+
+def form(request: Request) -> Form:
+    """That of `triton`. With "int8" values keep their type, which every GPU multiplies, and lose nothing."""
+    q = request.q
+    eight = torch.float8_e4m3fn if torch.version.hip is None else torch.float8_e4m3fnuz
+    k_type, v_type = (torch.int8, q.dtype) if request.method.precision == "int8" else (eight, eight)
+    return Form(k_type, v_type, request.q_layout.block_size, padded(q.shape[3]))
+
+
+def padded(head_dim: int) -> int:
+    """Products of eight bits are over 32 channels or more."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def shift(v_type: torch.dtype) -> int:
+    """The power of two that the weights of values reach: as far as their type does; 0 if it is not of eight bits."""
+    return math.floor(math.log2(LARGEST.get(v_type, 1.0)))
+
+
+def prepare(request: Request, form: Form) -> Keys:
+    """What `triton.prepare` does, in eight bits: one pass for statistics, a small one, and one that quantises."""
+    from rainfusion.backends.triton.kernels import quantise
+
+    k, v, padded = triton.whole_rows(request.k), triton.whole_rows(request.v), form.padded
+    layout, keep = request.k_layout, request.keep
+    batch, heads, length, head_dim = k.shape
+    blocks, size = layout.num_blocks, layout.block_size
+    width = math.ceil(head_dim / _ALIGNED) * _ALIGNED
+    pieces = form.tile // size  # blocks to a tile
+    key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
+    stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
+    weights = triton.stand_in_weights(request, key_bias, form.tile) if stand_ins else None
+    spare = triton.stand_in_blocks(weights, size)
+    flags = None if keep is None else triton.as_bytes(keep)
+    sizes = dict(UNIT=triton.row_unit(k), D=head_dim, D_PAD=padded, KEYS=size)
+    sizes.update(HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
+    strides = (*triton.row_strides(k, v), heads, length, blocks)
+    spreads = triton.new_spreads(request)
+    pooled, warps = _pooled_at_once(k, size, pieces, spreads is not None)
+    slices = math.ceil(length / pooled)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return k.new_empty((batch, heads, *shape), dtype=dtype)
+
+    means, k_mean = new(blocks, head_dim), new(head_dim)
+    v_means = torch.empty_like(means) if stand_ins else None
+    largest, v_scale = (new(slices, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
+    bounds = None if pieces == 1 else new(slices, 2, head_dim)
+    k_scale = new(blocks + spare if pieces == 1 else 1)
+    k_out = new((blocks + spare) * size, width, dtype=form.k)
+    v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
+    v_out = new(*v_shape, dtype=form.v)
+    quantise.statistics_kernel[(batch * heads * slices,)](
+        k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
+        BLOCK=pooled, **sizes, num_warps=warps,
+    )  # fmt: skip
+    quantise.channels_kernel[(batch * heads,)](
+        means, largest, bounds, k_mean, v_scale, k_scale, blocks, slices,
+        D=head_dim, D_PAD=padded, ROWS=32 * pieces, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
+        num_warps=4 * pieces,
+    )  # fmt: skip
+    found = (k_mean, v_scale, k_out, v_out, k_scale)
+    total = dict(
+        ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
+        num_warps=2 * triton.row_warps(k),
+    )  # fmt: skip
+    quantise.quantise_kernel[(batch * heads * math.ceil(blocks / pieces),)](
+        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes
+    )
+    if v_means is not None:  # the means, as blocks of keys and values after the others
+        live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
+        quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
+            means, v_means, layout.order, live, *found, *triton.row_strides(means, v_means),
+            heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means), HAS_ORDER=False),
+        )  # fmt: skip
+    dtype = spread.means_dtype(request.method, k.dtype)
+    means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
+    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
+
+
+def _pooled_at_once(k: Tensor, size: int, pieces: int, spreads: bool) -> tuple[int, int]:
+    """How many tokens a program of the first pass has, and its warps: what registers hold.
+
+    All keys are held for how far they are from their mean, which is known last.
+    """
+    warps = triton.row_warps(k)
+    if pieces == 1:
+        return size, 4 * warps if spreads else warps
+    return 64, 2 * warps
