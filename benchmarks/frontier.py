@@ -70,20 +70,16 @@ class Curve(NamedTuple):
         return replace(self.method, schedule=Schedule())
 
 
-_BEST = "rf_v2 2x8x8 free submeans compensate"
+_SUBMEANS = "rf_v2 2x8x8 free submeans compensate"
 _SPREAD = "rf_v2 2x8x8 free spread compensate"
 CURVES = (
-    Curve(f"{_BEST}, falling", "the defaults of enable", OURS),
-    Curve(_BEST, "constant density"),
-    Curve(f"{_BEST}, 64 keys", "constant, 64 keys a block"),
-    Curve(f"{_BEST}, 32 keys", "constant, 32 keys a block"),
-    Curve(_SPREAD, "constant, by spread"),
-    Curve(f"{_SPREAD}, 32 keys", "constant, by spread, 32 keys a block"),
-    Curve(f"{_SPREAD}, 32 keys, falling", "by spread, 32 keys a block"),
-    Curve("rf_v2 2x8x8 free submeans", "constant, no compensation"),
-    Curve("rf_v2 2x8x8 free compensate", "constant, one mean a block"),
-    Curve("rf_v2 2x8x8 free", "constant, one mean, no compensation"),
-    Curve("rf_v2 2x8x8 keys submeans compensate", "constant, keys of the first frame kept"),
+    Curve(f"{_SPREAD}, 32 keys, falling", "the defaults of enable", OURS),
+    Curve(f"{_SPREAD}, 32 keys", "constant density"),
+    Curve(f"{_SPREAD}, 64 keys", "constant, 64 keys a block"),
+    Curve(_SPREAD, "constant, 128 keys a block"),
+    Curve(f"{_SUBMEANS}, falling", "128 keys a block, by submeans"),
+    Curve(_SUBMEANS, "constant, 128 keys a block, by submeans"),
+    Curve("rf_v2 2x8x8 free submeans", "... no compensation"),
     Curve("rf_v2 2x8x8", "rf_v2 as published", PUBLISHED),
     Curve("ada_bsa by cap", "ada_bsa, as many blocks a row"),
     Curve("ada_bsa by cdf", "ada_bsa, by predicted mass"),
