@@ -285,7 +285,7 @@ def test_any_strides(name):
     q, k, v = (x.to(DEVICE) for x in qkv(1, 1, q_len, 24, k_len=k_len))
     backwards = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)]
     one_for_two_heads = [x.expand(-1, 2, -1, -1) for x in (q, k, v)]  # stride 0
-    for inputs in ([surrounded(x) for x in (q, k, v)], backwards, one_for_two_heads):
+    for inputs in (*([surrounded(x, by) for x in (q, k, v)] for by in (3, 8)), backwards, one_for_two_heads):
         assert not any(x.is_contiguous() for x in inputs)
         out, lse, mask = attend(*inputs, **kwargs)
         here = [x.cpu() for x in inputs]
@@ -293,12 +293,12 @@ def test_any_strides(name):
         assert_attends(out, lse, mask, *here, **kwargs)
 
 
-def surrounded(x):
-    """x in the midst of NaN, so that a read past an edge shows."""
+def surrounded(x, by=8):
+    """x in the midst of NaN, so that a read past an edge shows. Rows of 8 channels more are read where they are."""
     batch, heads, length, dim = x.shape
-    large = torch.full((batch, heads + 1, length + 5, dim + 3), math.nan, dtype=x.dtype, device=x.device)
-    large[:, :heads, 2 : length + 2, 1 : dim + 1] = x
-    return large[:, :heads, 2 : length + 2, 1 : dim + 1]
+    large = torch.full((batch, heads + 1, length + 5, dim + 2 * by), math.nan, dtype=x.dtype, device=x.device)
+    large[:, :heads, 2 : length + 2, by : dim + by] = x
+    return large[:, :heads, 2 : length + 2, by : dim + by]
 
 
 @pytest.mark.parametrize("name", ["cross", "ada_bsa"])

@@ -240,21 +240,21 @@ def test_scales_of_other_signs(name, scale, precision):
 
 def test_any_strides(precision):
     kwargs, q_len, k_len = CALLS["cross"]
-    q, k, v = (x.to(DEVICE) for x in qkv(1, 1, q_len, 24, k_len=k_len, dtype=torch.float16))
+    q, k, v = (x.to(DEVICE) for x in qkv(2, 2, q_len, 24, k_len=k_len, dtype=torch.float16))
     expected = attend(q, k, v, precision=precision, **kwargs)
     backwards = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)]
-    for inputs in ([surrounded(x) for x in (q, k, v)], backwards):
+    for inputs in (*([surrounded(x, by) for x in (q, k, v)] for by in (3, 8)), backwards):
         assert not any(x.is_contiguous() for x in inputs)
         found = attend(*inputs, precision=precision, **kwargs)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def surrounded(x):
-    """x in the midst of NaN, so that a read past an edge shows."""
+def surrounded(x, by=8):
+    """x in the midst of NaN, so that a read past an edge shows. Rows of 8 channels more are read where they are."""
     batch, heads, length, dim = x.shape
-    large = torch.full((batch, heads + 1, length + 5, dim + 3), math.nan, dtype=x.dtype, device=x.device)
-    large[:, :heads, 2 : length + 2, 1 : dim + 1] = x
-    return large[:, :heads, 2 : length + 2, 1 : dim + 1]
+    large = torch.full((batch, heads + 1, length + 5, dim + 2 * by), math.nan, dtype=x.dtype, device=x.device)
+    large[:, :heads, 2 : length + 2, by : dim + by] = x
+    return large[:, :heads, 2 : length + 2, by : dim + by]
 
 
 def test_what_all_keys_share_does_not_spoil_them(precision):
