@@ -147,7 +147,7 @@ def prepare(request: Request) -> Keys:
         *row_strides(k, v), heads, length, layout.num_blocks, spare,
         UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
         HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins,
-        num_warps=2 * row_warps(k),
+        num_warps=row_warps(k) * (1 if layout.block_size < 64 else 2),
     )  # fmt: skip
     if parts > 1:
         means = block_means(k, layout, keep, parts, dtype)

@@ -69,26 +69,24 @@ def prepare(request: Request, form: Form) -> Keys:
     sizes.update(HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
     strides = (*triton.row_strides(k, v), heads, length, blocks)
     spreads = triton.new_spreads(request)
-    pooled, warps = _pooled_at_once(k, size, pieces, spreads is not None)
-    slices = math.ceil(length / pooled)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return k.new_empty((batch, heads, *shape), dtype=dtype)
 
     means, k_mean = new(blocks, head_dim), new(head_dim)
     v_means = torch.empty_like(means) if stand_ins else None
-    largest, v_scale = (new(slices, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
-    bounds = None if pieces == 1 else new(slices, 2, head_dim)
+    largest, v_scale = (new(blocks, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
+    bounds = None if pieces == 1 else new(blocks, 2, head_dim)
     k_scale = new(blocks + spare if pieces == 1 else 1)
     k_out = new((blocks + spare) * size, width, dtype=form.k)
     v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
     v_out = new(*v_shape, dtype=form.v)
-    quantise.statistics_kernel[(batch * heads * slices,)](
+    quantise.statistics_kernel[(batch * heads * blocks,)](
         k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
-        BLOCK=pooled, **sizes, num_warps=warps,
+        **sizes, num_warps=_warps(k, size, spreads is not None),
     )  # fmt: skip
     quantise.channels_kernel[(batch * heads,)](
-        means, largest, bounds, k_mean, v_scale, k_scale, blocks, slices,
+        means, largest, bounds, k_mean, v_scale, k_scale, blocks,
         D=head_dim, D_PAD=padded, ROWS=32 * pieces, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
         num_warps=4 * pieces,
     )  # fmt: skip
@@ -111,12 +109,9 @@ def prepare(request: Request, form: Form) -> Keys:
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
 
 
-def _pooled_at_once(k: Tensor, size: int, pieces: int, spreads: bool) -> tuple[int, int]:
-    """How many tokens a program of the first pass has, and its warps: what registers hold.
+def _warps(k: Tensor, size: int, spreads: bool) -> int:
+    """Of the first pass, for a block. Few: warps that share a sum wait for each other.
 
-    All keys are held for how far they are from their mean, which is known last.
+    For how far keys are from their mean, which is known last, all of them are held: no more than registers hold.
     """
-    warps = triton.row_warps(k)
-    if pieces == 1:
-        return size, 4 * warps if spreads else warps
-    return 64, 2 * warps
+    return max(1, triton.row_warps(k) * size // (64 if spreads or size < 128 else 128))

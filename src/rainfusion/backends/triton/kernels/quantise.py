@@ -15,21 +15,19 @@ from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 def statistics_kernel(
     k, v, order, keep, means, v_means, v_largest, k_bounds, spreads,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N,
-    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [B, H, N, D]: the mean of the keys in each block of KEYS, and if asked for of its values.
+    """Of each block of KEYS tokens, fp32: the mean of its keys, means [B, H, N, D].
 
-    If asked for how far its keys are from their mean, spreads fp32 [B, H, N].
-    For each slice of BLOCK tokens, a block or several, and if asked for: the largest magnitude of v's channels,
-    v_largest fp32 [B, H, slices, D]; the least and the greatest finite number of k's, k_bounds [B, H, slices, 2, D].
+    And if asked for: the mean of its values, v_means; how far keys are from their mean, spreads [B, H, N]; the largest
+    magnitude of v's channels, v_largest [B, H, N, D]; the least and the greatest finite number of k's, k_bounds
+    [B, H, N, 2, D].
     """
-    PIECES: tl.constexpr = BLOCK // KEYS
     pid = tl.program_id(0).to(tl.int64)
-    slices = tl.cdiv(N, PIECES)
-    bh, part = pid // slices, pid % slices
+    bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
-    o_pos = part * BLOCK + tl.arange(0, BLOCK)
+    o_pos = block * KEYS + tl.arange(0, KEYS)
     o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -38,29 +36,13 @@ def statistics_kernel(
     p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :]
     b_k = tl.load(p_k, mask=m_x, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_x, other=0.0).to(tl.float32)
-    if PIECES == 1:
-        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
-        b_mean = tl.sum(b_k, 0) / number
-        tl.store(means + pid * D + o_d, b_mean, mask=m_d)
-        if v_means is not None:
-            tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
-        if spreads is not None:
-            tl.store(spreads + pid, block_spread(b_k, b_mean, m_x, number))
-    else:
-        b_number = tl.sum(tl.reshape(m_row.to(tl.int32), [PIECES, KEYS]), 1)
-        b_number = tl.maximum(b_number, 1).to(tl.float32)[:, None]
-        o_block = part * PIECES + tl.arange(0, PIECES)
-        o_mean = (bh * N + o_block)[:, None] * D + o_d[None, :]
-        m_mean = (o_block < N)[:, None] & m_d[None, :]
-        b_pieces = tl.reshape(b_k, [PIECES, KEYS, D_PAD])
-        b_means = tl.sum(b_pieces, 1) / b_number
-        tl.store(means + o_mean, b_means, mask=m_mean)
-        if spreads is not None:
-            b_apart = tl.where(tl.reshape(m_x, [PIECES, KEYS, D_PAD]), b_pieces - b_means[:, None, :], 0.0)
-            b_spread = tl.sum(tl.sum(b_apart * b_apart, 2), 1)[:, None] / b_number
-            tl.store(spreads + (bh * N + o_block)[:, None], b_spread, mask=(o_block < N)[:, None])
-        if v_means is not None:
-            tl.store(v_means + o_mean, tl.sum(tl.reshape(b_v, [PIECES, KEYS, D_PAD]), 1) / b_number, mask=m_mean)
+    number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
+    b_mean = tl.sum(b_k, 0) / number
+    tl.store(means + pid * D + o_d, b_mean, mask=m_d)
+    if v_means is not None:
+        tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
+    if spreads is not None:
+        tl.store(spreads + pid, block_spread(b_k, b_mean, m_x, number))
     if k_bounds is not None:
         m_finite = m_x & (tl.abs(b_k) < float("inf"))
         p_bounds = k_bounds + pid * 2 * D + o_d
@@ -72,13 +54,13 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def channels_kernel(
-    means, v_largest, k_bounds, k_mean, v_scale, k_scale, N, SLICES,
+    means, v_largest, k_bounds, k_mean, v_scale, k_scale, N,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, K_LARGEST: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Over all blocks of a head: fp32 [B, H, D], the mean of the block means, and with v_largest v's scale of channels.
 
-    With k_bounds also one scale for all its keys, k_scale fp32 [B, H, 1]. SLICES is at most N. K_LARGEST, V_LARGEST:
-    what the types of quantised keys and values reach.
+    With k_bounds also one scale for all its keys, k_scale fp32 [B, H, 1]. K_LARGEST, V_LARGEST: what the types of
+    quantised keys and values reach.
     """
     bh = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
@@ -95,12 +77,10 @@ def channels_kernel(
         b_means = tl.load(means + o_x, mask=m_x, other=0.0)
         b_sum += tl.sum(b_means, 0)
         number += tl.sum((tl.max(tl.abs(b_means), 1) > 0).to(tl.float32), 0)
-        o_slice = (bh * SLICES + o_n)[:, None]
-        m_x = (o_n < SLICES)[:, None] & m_d[None, :]
         if v_largest is not None:
-            b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_slice * D + o_d[None, :], mask=m_x, other=0.0), 0))
+            b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_x, mask=m_x, other=0.0), 0))
         if k_bounds is not None:
-            p_bounds = k_bounds + o_slice * 2 * D + o_d[None, :]
+            p_bounds = k_bounds + (bh * N + o_n)[:, None] * 2 * D + o_d[None, :]
             b_least = tl.minimum(b_least, tl.min(tl.load(p_bounds, mask=m_x, other=float("inf")), 0))
             b_greatest = tl.maximum(b_greatest, tl.max(tl.load(p_bounds + D, mask=m_x, other=float("-inf")), 0))
     # a mean that is not finite would spoil every key, instead of the ones that are not
