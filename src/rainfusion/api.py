@@ -143,7 +143,7 @@ def sparse_attention(
         keep_recent: ada_bsa: always keep the diagonal block (causal) or the last one.
         cdf_threshold: ada_bsa: the share of the predicted attention mass to keep, in (0, 1].
         sparsity: the share of key blocks to skip, 0 to 1. Start from 0.6 for images, 0.8 for video. rf_v2 also takes
-            one for each query head; None is 0.6 for images and 0.8 for video.
+            one for each query head; None is 0.6 for images, 0.8 for video (0.85 with blocks of 32 keys).
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
         precision: `"native"`; `"int8"` (q and k), on NVIDIA GPUs from 8.0 on; `"fp8"` (e4m3), from 8.9 on; MI300 too.
@@ -306,7 +306,7 @@ def predict_mask(
         keep_recent: ada_bsa: always keep the diagonal block (causal) or the last one.
         cdf_threshold: ada_bsa: the share of the predicted attention mass to keep, in (0, 1].
         sparsity: the share of key blocks to skip, 0 to 1. Start from 0.6 for images, 0.8 for video. rf_v2 also takes
-            one for each query head; None is 0.6 for images and 0.8 for video.
+            one for each query head; None is 0.6 for images, 0.8 for video (0.85 with blocks of 32 keys).
         video_spans: rf_v2: several clips, `[{"start": 0, "latent_shape": [t, h, w]}, ...]`; all other tokens are
             context that is never dropped.
         precision: `"native"`; `"int8"` (q and k), on NVIDIA GPUs from 8.0 on; `"fp8"` (e4m3), from 8.9 on; MI300 too.

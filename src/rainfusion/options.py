@@ -37,6 +37,7 @@ TOKEN_ORDERS = get_args(TokenOrder)
 PRECISIONS = get_args(Precision)
 BLOCK_SIZES: tuple[int | tuple[int, int], ...] = (128, 64, (128, 64), (128, 32))
 IMAGE_SPARSITY, VIDEO_SPARSITY = 0.6, 0.8
+FINE_VIDEO_SPARSITY = 0.85  # with blocks of 32 keys, which lose less
 SUBMEANS = 4  # means of a block of queries, with predictor="submeans"
 QUERIES_OF_PART, KEYS_OF_PART = 8, 32  # that have a mean, with predictor="spread"
 
@@ -71,7 +72,7 @@ class Method:
     Args:
         sparse_type: None (dense), `"rf_v2"` (also called `"rf_v3"`) or `"ada_bsa"`.
         sparsity: the share of key blocks to skip, 0 to 1. rf_v2 also takes one for each query head. None: by task,
-            0.6 for images and 0.8 for video.
+            0.6 for images, 0.8 for video, 0.85 with blocks of 32 keys.
         predictor: rf_v2: `"mean"`, one mean for each block; `"submeans"`, four, between which attention is predicted;
             or `"spread"`, by what is lost if the mean of a block stands for it: one of every 8 queries and of every 32
             keys, and how far keys are from it.
@@ -148,7 +149,7 @@ class Method:
         """What gave the best samples for their time (docs/quality.md), with changes: where `enable` starts."""
         base = {"sparse_type": "rf_v2", "sparsity": None, **RECOMMENDED}
         if changes.get("sparse_type") == "ada_bsa":
-            base.update(compensate=False, block_size=128)
+            base.update(predictor="mean", compensate=False, block_size=128)
         return cls.known(**{**base, **changes})
 
     @classmethod
@@ -220,7 +221,12 @@ class Method:
         if self.sparsity is not None:
             return self
         decided = self.target_error is not None or (self.sparse_type == "ada_bsa" and self.cdf_threshold < 1.0)
-        return replace(self, sparsity=0.0 if decided else IMAGE_SPARSITY if frames == 1 else VIDEO_SPARSITY)
+        return replace(self, sparsity=0.0 if decided else IMAGE_SPARSITY if frames == 1 else self.video_sparsity)
+
+    @property
+    def video_sparsity(self) -> float:
+        """That of videos where none was given."""
+        return FINE_VIDEO_SPARSITY if self.k_block == 32 else VIDEO_SPARSITY
 
 
 OPTION_NAMES = tuple(field.name for field in fields(Method))

@@ -79,6 +79,7 @@ class Profile:
             )
         _check_kinds(where, found)
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in found["options"].items()}
+        options.setdefault("block_size", 128)  # files that do not say are older than other sizes
         sparsities = {name: tuple(heads) for name, heads in found["sparsities"].items()}
         try:
             return cls(sparsities, found["sparsity"], options, found.get("notes", {}))

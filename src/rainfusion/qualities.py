@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from rainfusion import checks
-from rainfusion.options import IMAGE_SPARSITY, VIDEO_SPARSITY, Method
+from rainfusion.options import FINE_VIDEO_SPARSITY, IMAGE_SPARSITY, Method
 from rainfusion.schedules import ScheduleName
 
 QualityName = Literal["high", "balanced", "fast"]
@@ -51,8 +51,8 @@ class Quality:
 
 QUALITIES: Mapping[str, Quality] = MappingProxyType(
     {
-        "high": Quality(video=0.7, image=0.5),
-        "balanced": Quality(video=VIDEO_SPARSITY, image=IMAGE_SPARSITY),
+        "high": Quality(video=0.75, image=0.5),
+        "balanced": Quality(video=FINE_VIDEO_SPARSITY, image=IMAGE_SPARSITY),
         "fast": Quality(video=0.9, image=0.7),
     }
 )

@@ -27,7 +27,7 @@ ScheduleSource = ScheduleName | Sequence[float] | Callable[[float], float]
 
 CONSTANT, FALLING, GENTLY = (1.0,), (5.0, 1.0), (2.0, 1.0)
 NAMES: dict[str, tuple[float, ...]] = {"auto": (), "constant": CONSTANT, "falling": FALLING}
-FEW_STEPS = 5  # up to so many, steep slopes leave too little for the last ones
+FEW_STEPS = 8  # up to so many, steep slopes leave too little for the last ones
 _POINTS = 65  # that a function is asked for
 
 

@@ -50,7 +50,8 @@ def test_recommended_values_and_their_changes():
     method = Method.recommended()
     assert (method.sparse_type, method.predictor, method.first_frame) == ("rf_v2", "spread", "free")
     assert method.compensate and method.sparsity is None and method.block_size == (128, 32)
-    assert (method.for_frames(1).sparsity, method.for_frames(2).sparsity) == (0.6, 0.8)
+    assert (method.for_frames(1).sparsity, method.for_frames(2).sparsity) == (0.6, 0.85)
+    assert [Method.recommended(block_size=size).for_frames(2).sparsity for size in (128, (128, 64))] == [0.8, 0.8]
     adaptive = Method.recommended(sparse_type="ada_bsa")
     assert not adaptive.compensate and adaptive.block_size == 128
     assert Method.recommended(sparsity=0.3).for_frames(5).sparsity == 0.3

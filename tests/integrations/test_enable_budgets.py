@@ -9,7 +9,7 @@ import rainfusion
 from helpers import offline_pipelines, tiny_models
 from helpers.enabling import forward, snapshot, wide_wan
 from rainfusion.integrations.settings import Settings
-from rainfusion.options import IMAGE_SPARSITY, VIDEO_SPARSITY
+from rainfusion.options import FINE_VIDEO_SPARSITY, IMAGE_SPARSITY
 from rainfusion.qualities import QUALITIES, Quality
 from rainfusion.schedules import Schedule
 
@@ -23,13 +23,23 @@ def test_a_profile_is_made_saved_and_used(tmp_path):
     assert snapshot(model) == before and torch.equal(seen[0], dense)  # dense meanwhile, and off again
     heads = [share for layer in profile.sparsities.values() for share in layer]
     assert len(profile.sparsities) == 2 and sum(heads) / len(heads) == pytest.approx(0.5, abs=1e-3)
-    assert profile.options == dict(token_order="window", first_frame="free", **options) and profile.notes["calls"] == 2
+    own = dict(token_order="window", first_frame="free", block_size=(128, 32), **options)
+    assert profile.options == own and profile.notes["calls"] == 2
     profile.save(tmp_path / "wan.json")
+    assert rainfusion.Profile.load(tmp_path / "wan.json") == profile
     with rainfusion.enabled(model, profile=tmp_path / "wan.json", min_tokens=0) as handle:
         sparse = forward(model, inputs)
     stats = handle.stats()
     assert stats.sparse_calls == 2 and stats.mean_density == pytest.approx(0.5, abs=1 / 12)
     assert 0 < (sparse - dense).norm() / dense.norm() < 0.5
+
+
+def test_a_profile_of_before_has_blocks_of_128():
+    model, inputs, _ = wide_wan()
+    content = dict(sparsities={f"blocks.{i}.attn1": [0.5, 0.5] for i in (0, 1)}, sparsity=0.5, options={})
+    handle = rainfusion.enable(model, profile={"format": "rainfusion profile 1", **content}, min_tokens=0)
+    forward(model, inputs)
+    assert handle.stats().sparse_calls == 2 and handle.settings.method_for("blocks.0.attn1", 3).block_size == 128
 
 
 def test_calibrating_puts_back_what_was_enabled():
@@ -148,7 +158,7 @@ def test_sparsity_by_task():
     with rainfusion.enabled(model, min_tokens=0) as handle:
         forward(model, inputs)
     video = handle.stats().mean_density
-    with rainfusion.enabled(model, min_tokens=0, sparsity=0.8) as handle:
+    with rainfusion.enabled(model, min_tokens=0, sparsity=0.85) as handle:
         forward(model, inputs)
     assert handle.stats().mean_density == video
     model, inputs, _ = tiny_models.ALL["flux"](h=32, w=48, text=64)
@@ -187,7 +197,7 @@ def test_words_are_in_order():
 
 
 def test_balanced_is_what_no_word_is():
-    assert QUALITIES["balanced"] == Quality(VIDEO_SPARSITY, IMAGE_SPARSITY, "auto", 0.0)
+    assert QUALITIES["balanced"] == Quality(FINE_VIDEO_SPARSITY, IMAGE_SPARSITY, "auto", 0.0)
     plain, word = Settings.check(), Settings.check(quality="balanced")
     assert replace(word, quality=None) == plain
     for frames in (1, 21):

@@ -95,7 +95,7 @@ def test_without_the_number_of_steps_it_is_dense_and_counted():
 def test_auto_falls_in_videos_and_gently_with_few_steps():
     auto = Settings.check(changes=dict(sparsity=0.7), min_tokens=0)
     assert auto.schedule.is_auto, "the default"
-    for total, made, shape in ((8, None, "falling"), (4, None, [2, 1]), (100, 4, [2, 1]), (100, 8, "falling")):
+    for total, made, shape in ((9, None, "falling"), (8, None, [2, 1]), (100, 4, [2, 1]), (100, 9, "falling")):
         asked = Settings.check(changes=dict(sparsity=0.7), min_tokens=0, schedule=shape)
         assert densities(auto, 4, total, made=made).steps == densities(asked, 4, total).steps
 

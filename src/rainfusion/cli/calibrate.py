@@ -20,7 +20,7 @@ from rainfusion import checks
 from rainfusion.cli import arguments, outputs
 from rainfusion.cli.arguments import Commands
 from rainfusion.integrations import diffusers
-from rainfusion.options import FIRST_FRAMES, PREDICTORS, TOKEN_ORDERS, Method
+from rainfusion.options import FINE_VIDEO_SPARSITY, FIRST_FRAMES, PREDICTORS, TOKEN_ORDERS, Method
 from rainfusion.planning import planned
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import Profile
@@ -54,7 +54,9 @@ def add(commands: Commands) -> None:
         epilog=_EXAMPLES,
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or name for diffusers' from_pretrained, or: lab")
-    parser.add_argument("--sparsity", type=float, default=0.8, help="of all heads together (default: 0.8)")
+    parser.add_argument(
+        "--sparsity", type=float, default=FINE_VIDEO_SPARSITY, help="of all heads together (default: 0.85)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile; a picture beside it")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for more samples")
     parser.add_argument("--samples", type=int, metavar="N", help=f"of the lab model (default: {LAB_SAMPLES})")

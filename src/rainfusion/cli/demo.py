@@ -21,10 +21,10 @@ rainfusion.lab.data.
 examples:
   rainfusion demo --out demo
   rainfusion demo --quality fast --out fast
-  rainfusion demo --sparsity 0.9 --dense-steps 0 --prompt 'background up; red disc, from left, right;
+  rainfusion demo --sparsity 0.9 --dense-steps 2 --prompt 'background up; red disc, from left, right;
     blue square, from top, down, clockwise; white star, from bottom right, up left'"""
 
-_QUICK = dict(steps=2, dense_steps=0, frames=9, size=36)
+_QUICK = dict(steps=2, frames=9, size=36)
 
 
 def add(commands: Commands) -> None:
@@ -41,10 +41,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="what to draw; see below")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: 0)")
     skipped = parser.add_mutually_exclusive_group()
-    skipped.add_argument("--sparsity", type=float, help="share of blocks to skip (default: 0.8)")
+    skipped.add_argument("--sparsity", type=float, help="share of blocks to skip (default: 0.85)")
     skipped.add_argument("--quality", choices=QUALITIES, help="a word instead, as for enable")
     parser.add_argument("--steps", type=int, metavar="N", help="default: 10")
-    parser.add_argument("--dense-steps", type=int, metavar="N", help="the first N steps dense (default: 2)")
+    parser.add_argument("--dense-steps", type=int, metavar="N", help="the first N steps dense (default: 0)")
     parser.add_argument("--guidance", type=float, default=1.0, help="above 1 takes twice as long (default: 1)")
     parser.add_argument("--frames", type=int, help="default: the model's own, 81")
     parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width (default: the model's own, 72)")

@@ -68,7 +68,7 @@ def apply(
     Args:
         model: a MODEL, as ComfyUI's loaders and patching nodes return it. It stays as it is.
         quality: instead of `sparsity`, a word: `"high"`, `"balanced"` or `"fast"`, see `rainfusion.enable`.
-        sparsity: the share of key blocks to skip, 0 to 1. None: by task, 0.6 for images and 0.8 for video. 0: every
+        sparsity: the share of key blocks to skip, 0 to 1. None: by task, 0.6 for images and 0.85 for video. 0: every
             call is answered as without this.
         dense_start: this share of the schedule stays dense at its start, 0 to 1.
         dense_end: this share of the schedule stays dense at its end, 0 to 1.

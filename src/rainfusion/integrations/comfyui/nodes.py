@@ -40,7 +40,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                     min=0.0,
                     max=0.99,
                     step=0.01,
-                    tooltip="The share of blocks to skip. More is faster and less exact. 0: by task, 0.8 for video "
+                    tooltip="The share of blocks to skip. More is faster and less exact. 0: by task, 0.85 for video "
                     "and 0.6 for images. To compare with full attention, bypass the node.",
                 ),
                 io.Float.Input(
@@ -105,7 +105,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                         default="auto",
                         optional=True,
                         tooltip="falling: the same number of blocks, more of them early, which comes nearer to the "
-                        "original picture in the same time. falling gently: for models of 4 steps. auto: one of these "
+                        "original picture in the same time. falling gently: for models of few steps. auto: one of them "
                         "by the number of steps for a video, constant for an image.",
                     )
                 ),
@@ -115,7 +115,7 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                     default=_CUSTOM,
                     optional=True,
                     tooltip="A word instead of sparsity, which is not read then. high: nearer to the original picture. "
-                    "balanced: 0.8 for video and 0.6 for images. fast: faster. custom: sparsity decides.",
+                    "balanced: 0.85 for video and 0.6 for images. fast: faster. custom: sparsity decides.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse attention; the one that came in stays as it is.")],

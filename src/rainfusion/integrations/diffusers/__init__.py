@@ -32,7 +32,7 @@ from rainfusion.integrations.diffusers.models import find, known, register_model
 from rainfusion.integrations.diffusers.steps import Steps
 from rainfusion.integrations.settings import OnUnsupported, ProfileSource, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
-from rainfusion.options import OPTION_NAMES, VIDEO_SPARSITY, Method, MethodOptions
+from rainfusion.options import FINE_VIDEO_SPARSITY, OPTION_NAMES, Method, MethodOptions
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import OPTIONS as PROFILE_OPTIONS
 from rainfusion.profiles import Profile
@@ -135,13 +135,14 @@ def enable(
         schedule: how the blocks of a run are shared out among its steps, of which `sparsity` is the mean: `"constant"`,
             `"falling"` (from five thirds of the mean density to a third of it), numbers at evenly spaced points of the
             run such as `[5, 3, 1]`, or a function of the share of it that is done. Only ratios count; dense steps are
-            left out of it. `"auto"`: falling in videos, gently (`[2, 1]`) with 5 steps or fewer; constant in images,
+            left out of it. `"auto"`: falling in videos, gently (`[2, 1]`) with 8 steps or fewer; constant in images,
             with a profile, and in a transformer alone, which does not know its steps.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
-        quality: instead of `sparsity`, a word: `"high"` (0.7 of the blocks are skipped for video, 0.5 for images),
-            `"balanced"` (0.8 and 0.6, as without a word) or `"fast"` (0.9 and 0.7). Other options go with it.
+        quality: instead of `sparsity`, a word: `"high"` (0.75 of the blocks are skipped for video, 0.5 for images),
+            `"balanced"` (0.85 and 0.6, as without a word) or `"fast"` (0.9 and 0.7). Other options go with it.
         changes: options of the method by name, such as `sparsity=0.8` or `predictor="mean"`, see `Method`. `sparsity`
-            left out is 0.6 for images and 0.8 for video; `compensate=None` is with rf_v2.
+            left out is 0.6 for images and 0.85 for video (0.8 with blocks of 64 or 128 keys); `compensate=None` is
+            with rf_v2.
 
     Returns:
         a handle with `stats()` and `disable()`. Enabling again replaces the settings, and warns.
@@ -209,7 +210,7 @@ def calibrate(
         run: makes one or a few samples with it, of the size that will be used; fewer steps will do.
         method: as for `enable`.
         options: the keywords of `enable` but `profile`, `quality`, `schedule` and `target_error`. `sparsity` is that of
-            all heads together, protected blocks counted in; 0.8 if it is not given. `token_order`, `predictor`,
+            all heads together, protected blocks counted in; 0.85 if it is not given. `token_order`, `predictor`,
             `compensate` and `first_frame` are what the budgets are for, and the profile brings them along; the others
             hold while measuring. `min_tokens` is 0 if it is not given.
     """
@@ -222,7 +223,7 @@ def calibrate(
             f"{', '.join(unknown)}"
         )
     if wanted.get("sparsity") is None:
-        wanted["sparsity"] = VIDEO_SPARSITY if method is None or method.sparsity is None else method.sparsity
+        wanted["sparsity"] = FINE_VIDEO_SPARSITY if method is None or method.sparsity is None else method.sparsity
     share = checks.fraction("sparsity", wanted["sparsity"], zero=False)
     changes: Any = {name: wanted.pop(name) for name in OPTION_NAMES if name in wanted}
     settings = Settings.check(method, changes, **wanted)
