@@ -504,6 +504,9 @@ def test_a_contact_sheet_has_frames_across_and_clips_down(tmp_path):
     assert sheet.size == (4 * 16 + 3 * 2, 2 * 16 + 2)
     assert sheet.getpixel((60, 26)) == (255, 0, 0) and sheet.getpixel((10, 26)) == (0, 0, 0)
     assert pictures.contact_sheet(clips, ["one", "two"]).height > sheet.height
+    assert pictures.contact_sheet(clips, zoom=2, frames=2).size == (2 * 16 + 2, 2 * 16 + 2)
+    few = pictures.some_frames(torch.arange(81.0).expand(2, 3, 81).reshape(2, 3, 81, 1, 1), 27)[0, 0, :, 0, 0]
+    assert few.tolist()[:3] == [0.0, 3.0, 6.0] and few[-1] == 80.0 and len(few) == 27
     clips[1, 0, 0] = 0.5  # equal frames of a GIF are stored as one
     clips[1, 1, 1] = 0.5
     pictures.write_gif(clips[1], tmp_path / "clip.gif")

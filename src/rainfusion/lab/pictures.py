@@ -16,16 +16,28 @@ _GAP = 2  # pixels between frames
 _FONT = 14  # height of the captions in pixels
 
 
-def contact_sheet(clips: Tensor, captions: Sequence[str] = (), *, zoom: int = 2) -> Image:
-    """Clips [B, 3, T, H, W] in [0, 1] -> a picture: a row for each clip, its caption above it."""
+def some_frames(clips: Tensor, number: int) -> Tensor:
+    """Clips [B, 3, T, H, W] -> at most so many of their frames, evenly from the first to the last."""
+    count = clips.shape[2]
+    if count <= number:
+        return clips
+    return clips[:, :, torch.linspace(0, count - 1, number).round().long()]
+
+
+def contact_sheet(clips: Tensor, captions: Sequence[str] = (), *, zoom: int = 2, frames: int = 9) -> Image:
+    """Clips [B, 3, T, H, W] in [0, 1] -> a picture: a row for each clip, its caption above it.
+
+    Of longer clips it shows so many frames, evenly from the first to the last.
+    """
     from PIL import Image, ImageDraw
 
     if captions and len(captions) != len(clips):
         raise ValueError(f"captions must be one for each of {len(clips)} clips, got {len(captions)}")
+    clips = some_frames(clips, frames)
     text = 14 if captions else 0
-    frames, height, width = (size * factor for size, factor in zip(clips.shape[2:], (1, zoom, zoom), strict=True))
+    across, height, width = (size * factor for size, factor in zip(clips.shape[2:], (1, zoom, zoom), strict=True))
     line = height + text + _GAP
-    sheet = Image.new("RGB", (frames * (width + _GAP) - _GAP, len(clips) * line - _GAP), "white")
+    sheet = Image.new("RGB", (across * (width + _GAP) - _GAP, len(clips) * line - _GAP), "white")
     for row, clip in enumerate(clips):
         if captions:
             ImageDraw.Draw(sheet).text((2, row * line + 1), captions[row], fill="black")
