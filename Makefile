@@ -1,5 +1,5 @@
 # Every target sets up its own virtual environment, .venv, the first time.
-#   make demo        a small video with full and with sparse attention, side by side in demo/ (two minutes)
+#   make demo        a small video with full and with sparse attention, side by side in demo/ (three minutes)
 #   make test        lint, type-check and test (minutes)
 #   make test-all    the same with the long fuzz and the slow matrices
 #   make test-gpu    the suite for an NVIDIA GPU, on a machine with one

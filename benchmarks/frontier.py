@@ -75,10 +75,10 @@ _SPREAD = "rf_v2 2x8x8 free spread compensate"
 CURVES = (
     Curve(f"{_SPREAD}, 32 keys, falling", "the defaults of enable", OURS),
     Curve(f"{_SPREAD}, 32 keys", "constant density"),
-    Curve(f"{_SPREAD}, 64 keys", "constant, 64 keys a block"),
-    Curve(_SPREAD, "constant, 128 keys a block"),
-    Curve(f"{_SUBMEANS}, falling", "128 keys a block, by submeans"),
-    Curve(_SUBMEANS, "constant, 128 keys a block, by submeans"),
+    Curve(f"{_SPREAD}, 64 keys", "constant, 64 keys"),
+    Curve(_SPREAD, "constant, 128 keys"),
+    Curve(f"{_SUBMEANS}, falling", "128 keys, by submeans"),
+    Curve(_SUBMEANS, "constant, 128 keys, by submeans"),
     Curve("rf_v2 2x8x8 free submeans", "... no compensation"),
     Curve("rf_v2 2x8x8", "rf_v2 as published", PUBLISHED),
     Curve("ada_bsa by cap", "ada_bsa, as many blocks a row"),
@@ -591,9 +591,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="parts of names (default: all)")
     where = parser.add_argument_group("files")
     where.add_argument("--out", type=Path, default=TIMES, metavar="FILE", help="the times, to write or to draw")
-    both = [RESULTS / "quality.json", RESULTS / "schedule_of_24_steps.json"]
-    results = f"of rainfusion quality (default: {' '.join(path.name for path in both)} of benchmarks/results)"
-    where.add_argument("--results", type=Path, nargs="+", default=both, metavar="FILE", help=results)
+    results = "of rainfusion quality (default: quality.json of benchmarks/results)"
+    where.add_argument(
+        "--results", type=Path, nargs="+", default=[RESULTS / "quality.json"], metavar="FILE", help=results
+    )
     where.add_argument("--picture", type=Path, default=PICTURE, metavar="PNG", help="default: docs/images/frontier.png")
     how = parser.add_argument_group("what to time")
     how.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), help="default: 0.1 0.2 0.3")

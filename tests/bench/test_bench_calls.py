@@ -20,8 +20,8 @@ def test_better_predictors_and_finer_keys_have_smaller_errors(calls, capsys):
     """And all of the tiles nearly none."""
     quick = ["--calls", "2", "--steps", "2", "--frames", "81", "--size", "36", "--keys", "128", "32"]
     calls.main([*quick, "--densities", "0.3", "1"])
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.count("|") == 5]
-    found = {(keys.strip("| "), name): (float(part), float(whole.strip(" |"))) for keys, name, part, whole in lines[2:]}
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.count("|") == 6]
+    found = {(keys, name): (float(part), float(whole.strip(" |"))) for _, keys, name, part, whole in lines[2:]}
     assert len(found) == 8
     for keys in ("128", "32"):
         assert found[keys, "true mass"][0] < found[keys, "spread"][0] < found[keys, "mean"][0]

@@ -338,9 +338,21 @@ def test_the_page_on_quality_says_what_was_measured():
 def test_the_page_on_quality_says_what_the_words_mean():
     page = DOCS["quality.md"]
     table = page[page.index("## What the words mean") : page.index("## Natural video")]
-    rows = re.findall(r'^\| `"(\w+)"` \| (\S+) \| (\S+) \| `"(\w+)"` \| (\S+) \|$', table, re.MULTILINE)
-    found = {word: Quality(float(video), float(image), name, float(dense)) for word, video, image, name, dense in rows}
+    rows = re.findall(r'^\| `"(\w+)"` \| (\S+) \| (\S+) \| `"(\w+)"` \| (\S+) \| (.*) \|$', table, re.MULTILINE)
+    found = {
+        word: Quality(float(video), float(image), name, float(dense)) for word, video, image, name, dense, _ in rows
+    }
     assert found == QUALITIES
+    samples = comparison.read(ROOT / "benchmarks" / "results").rows
+    for word, numbers in ((row[0], row[5]) for row in rows):
+        (own,) = (
+            row
+            for row in samples
+            if row.method == "rf_v2 2x8x8 free spread compensate, 32 keys, falling"
+            and row.nominal == QUALITIES[word].video
+        )
+        psnr, ssim = (comparison.mean_and_error(values)[0] for values in (own.psnr, own.ssim))
+        assert numbers.startswith(f"{psnr:.1f} dB, {ssim:.3f} |")
     for word in ("high", "balanced", "fast"):
         assert f'`"{word}"` ({QUALITIES[word].video}' in rainfusion.enable.__doc__
     words = '"high")  # {0.video} of the blocks are skipped for video, {0.image} for images'
