@@ -27,7 +27,7 @@ def parse(argv, description, *, prompt, real, tiny, image=False):
     """The options of an example with sparse attention alone."""
     parser = options(description, prompt=prompt, real=real, tiny=tiny, image=image)
     sparse = parser.add_argument_group("sparse attention")
-    sparse.add_argument("--sparsity", type=float, help="share of blocks to skip (default: video 0.8, images 0.6)")
+    sparse.add_argument("--sparsity", type=float, help="share of blocks to skip (default: video 0.85, images 0.6)")
     sparse.add_argument("--precision", choices=["native", "int8", "fp8"], default="native", help="default: %(default)s")
     which_calls(sparse)
     which = sparse.add_mutually_exclusive_group()

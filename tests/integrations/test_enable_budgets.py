@@ -42,6 +42,14 @@ def test_a_profile_of_before_has_blocks_of_128():
     assert handle.stats().sparse_calls == 2 and handle.settings.method_for("blocks.0.attn1", 3).block_size == 128
 
 
+def test_a_profile_has_the_sparsity_of_enable_where_none_is_given():
+    model, inputs, _ = wide_wan()
+    for options, sparsity in ((dict(), 0.85), (dict(block_size=128), 0.8), (dict(sparsity=0.6), 0.6)):
+        assert rainfusion.calibrate(model, lambda: forward(model, inputs), **options).sparsity == sparsity
+        method = rainfusion.Method.recommended(**options)
+        assert rainfusion.calibrate(model, lambda: forward(model, inputs), method=method).sparsity == sparsity
+
+
 def test_calibrating_puts_back_what_was_enabled():
     model, inputs, _ = wide_wan()
     handle = rainfusion.enable(model, min_tokens=0, sparsity=0.7)

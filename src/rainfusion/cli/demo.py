@@ -11,8 +11,8 @@ from rainfusion.qualities import QUALITIES
 
 _DESCRIPTION = """\
 Samples the small video model of the repository twice from the same noise, with full
-and with sparse attention; writes a GIF of both and their difference and a sheet of all frames, and prints
-seconds, PSNR and density. About two minutes on two CPU cores."""
+and with sparse attention; writes a GIF of both and their difference and a sheet of some frames, and prints
+seconds, PSNR and density. About three minutes on two CPU cores."""
 
 _EXAMPLES = """\
 A prompt is a background that moves and three shapes, from back to front. The words are those of

@@ -175,7 +175,7 @@ def _pixels(frames: int, height: int, width: int, device: torch.device) -> Tenso
 def _background(pan: Tensor, place: Tensor, generator: torch.Generator) -> Tensor:
     """Plane waves in muted colours, which move together: [B, 3, T, H, W]."""
     waves, device, count = 6, generator.device, len(pan)
-    cycles = torch.linspace(0.8, 4.5, waves, device=device)  # cycles over a picture: few enough for 32 pixels
+    cycles = torch.linspace(0.8, 4.5, waves, device=device)  # cycles over a picture: few enough for 24 pixels
     angle = 2 * math.pi * torch.rand(2, count, waves, generator=generator, device=device)
     direction = torch.stack([angle[0].sin(), angle[0].cos()], -1) * cycles[:, None]  # [B, waves, 2]
     time = torch.arange(len(place), device=device)[:, None, None, None]

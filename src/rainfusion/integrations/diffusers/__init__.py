@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from rainfusion.integrations.diffusers.models import find, known, register_model
 from rainfusion.integrations.diffusers.steps import Steps
 from rainfusion.integrations.settings import OnUnsupported, ProfileSource, Settings, SkipLayers
 from rainfusion.integrations.stats import Stats
-from rainfusion.options import FINE_VIDEO_SPARSITY, OPTION_NAMES, Method, MethodOptions
+from rainfusion.options import OPTION_NAMES, Method, MethodOptions
 from rainfusion.prediction.calibration import Recorder, allocate
 from rainfusion.profiles import OPTIONS as PROFILE_OPTIONS
 from rainfusion.profiles import Profile
@@ -131,7 +132,7 @@ def enable(
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least. 0: none does.
         on_unsupported: `"dense"`: a call that cannot be sparse is dense, and counted with its reason; or `"error"`.
         profile: instead of `sparsity`, a budget for each layer and head: a file or `Profile` of `calibrate`, with the
-            token_order, predictor, compensate and first_frame that it was measured with.
+            token_order, predictor, compensate, first_frame and block_size that it was measured with.
         schedule: how the blocks of a run are shared out among its steps, of which `sparsity` is the mean: `"constant"`,
             `"falling"` (from five thirds of the mean density to a third of it), numbers at evenly spaced points of the
             run such as `[5, 3, 1]`, or a function of the share of it that is done. Only ratios count; dense steps are
@@ -210,9 +211,9 @@ def calibrate(
         run: makes one or a few samples with it, of the size that will be used; fewer steps will do.
         method: as for `enable`.
         options: the keywords of `enable` but `profile`, `quality`, `schedule` and `target_error`. `sparsity` is that of
-            all heads together, protected blocks counted in; 0.85 if it is not given. `token_order`, `predictor`,
-            `compensate` and `first_frame` are what the budgets are for, and the profile brings them along; the others
-            hold while measuring. `min_tokens` is 0 if it is not given.
+            all heads together, protected blocks counted in; as in `enable` for videos if it is not given.
+            `token_order`, `predictor`, `compensate`, `first_frame` and `block_size` are what the budgets are for, and
+            the profile brings them along; the others hold while measuring. `min_tokens` is 0 if it is not given.
     """
     wanted: dict[str, Any] = {"min_tokens": 0, **options}
     allowed = {*OPTION_NAMES, *CalibrateOptions.__annotations__} - {"target_error"}
@@ -223,7 +224,9 @@ def calibrate(
             f"{', '.join(unknown)}"
         )
     if wanted.get("sparsity") is None:
-        wanted["sparsity"] = FINE_VIDEO_SPARSITY if method is None or method.sparsity is None else method.sparsity
+        base = Method.recommended() if method is None else method
+        size = wanted.get("block_size", base.block_size)
+        wanted["sparsity"] = replace(base, block_size=size).video_sparsity if base.sparsity is None else base.sparsity
     share = checks.fraction("sparsity", wanted["sparsity"], zero=False)
     changes: Any = {name: wanted.pop(name) for name in OPTION_NAMES if name in wanted}
     settings = Settings.check(method, changes, **wanted)
