@@ -14,7 +14,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(capsys):
     *lines, last = out.splitlines()
     assert len(lines) == 6
     assert lines[1] == (
-        "rf_v2, float32, head dim 64, precision native, blocks of 128, predictor submeans, compensated, "
+        "rf_v2, float32, head dim 64, precision native, blocks of (128, 32), predictor spread, compensated, "
         "a key mask of bools: 'portable', nothing to compile"
     )
     assert last == "ready: these backends are made of torch's operations, and calls compile nothing"

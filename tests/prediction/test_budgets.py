@@ -262,7 +262,8 @@ def test_a_recorder_finds_the_head_that_needs_more():
 
 
 def test_profiles_are_files(tmp_path):
-    profile = Profile({"a": (0.5, 0.25)}, 0.375, {"token_order": (2, 8, 8), "compensate": True}, {"calls": 3})
+    options = {"token_order": (2, 8, 8), "compensate": True, "block_size": (128, 32)}
+    profile = Profile({"a": (0.5, 0.25)}, 0.375, options, {"calls": 3})
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile == Profile.load(profile)
     assert Profile.load(json.loads((tmp_path / "p.json").read_text())) == profile

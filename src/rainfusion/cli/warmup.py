@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from rainfusion import checks
 from rainfusion.cli import arguments
@@ -20,12 +21,11 @@ _EXAMPLES = """\
 examples:
   rainfusion warmup                                             # what rainfusion.enable(pipe) needs, bf16
   rainfusion warmup --head-dim 64 --precision fp8 --masks none bool
-  rainfusion warmup --block-size 128 32 --predictor spread"""
+  rainfusion warmup --block-size 128 --predictor submeans"""
 
 
 def add(commands: Commands) -> None:
     """Adds the command and its options to the parser of `rainfusion`."""
-    best = Method.recommended()
     parser = commands.add_parser(
         "warmup",
         help="compile the kernels of some options before the first call",
@@ -36,10 +36,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--dtype", choices=arguments.DTYPES, help="default: bf16, on a CPU fp32")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
     parser.add_argument("--precision", choices=PRECISIONS, default="native", help="default: native")
-    sizes = "128, 64, or QUERIES KEYS: 128 64, 128 32 (default: 128)"
-    parser.add_argument("--block-size", type=int, nargs="+", default=[128], metavar="N", help=sizes)
+    sizes = "128, 64, or QUERIES KEYS: 128 64, 128 32 (default: that of enable)"
+    parser.add_argument("--block-size", type=int, nargs="+", metavar="N", help=sizes)
     parser.add_argument("--sparse-type", default="rf_v2", choices=["rf_v2", "ada_bsa"], help="default: rf_v2")
-    parser.add_argument("--predictor", choices=PREDICTORS, default=best.predictor, help=f"default: {best.predictor}")
+    parser.add_argument("--predictor", choices=PREDICTORS, help="default: that of enable")
     parser.add_argument("--compensate", action=argparse.BooleanOptionalAction, help="default: yes with rf_v2")
     parser.add_argument("--exact-budget", action="store_true", help="for calls with exact_budget=True")
     parser.add_argument("--by-head", action="store_true", help="for a sparsity of each head, as of a profile")
@@ -60,16 +60,16 @@ def run(args: argparse.Namespace) -> int:
 
     for head_dim in args.head_dim:
         arguments.check_counts(argparse.Namespace(head_dim=head_dim), "head_dim")
-    compensate = args.sparse_type == "rf_v2" if args.compensate is None else args.compensate
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("predictor", "compensate")}
+    if args.block_size is not None:
+        given["block_size"] = checked_block_size(args.block_size if len(args.block_size) > 1 else args.block_size[0])
     method = Method.recommended(
         sparse_type=args.sparse_type,
         sparsity=[0.5, 0.6] if args.by_head else 0.5,  # kernels do not depend on its value
         precision=args.precision,
-        block_size=checked_block_size(args.block_size if len(args.block_size) > 1 else args.block_size[0]),
-        predictor=args.predictor,
-        compensate=compensate,
         exact_budget=args.exact_budget,
         cdf_threshold=checks.fraction("--cdf-threshold", args.cdf_threshold, zero=False),
+        **{name: value for name, value in given.items() if value is not None},
     )
     device = arguments.device(args.device)
     ready = []
