@@ -5,7 +5,6 @@ attention loses. Masks are compared with float64 scores, and bit for bit with th
 """
 
 import math
-import sys
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from helpers import oracle
 from helpers.accuracy import EPS, error
 from helpers.fuzz import examples
 from helpers.inputs import qkv
+from helpers.triton_calls import DEVICE, MARKS, attend, key_mask, same, surrounded
 from rainfusion import (
     BlockMask,
     TokenLayout,
@@ -27,14 +27,8 @@ from rainfusion import (
 from rainfusion.backends import triton as triton_backend
 from rainfusion.prediction import selection
 
-pytestmark = [
-    pytest.mark.timeout(1800),  # the interpreter is slow
-    pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only"),
-    # the interpreter's: log2(0), inf - inf; int() of an array of one number
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore:Conversion of an array:DeprecationWarning"),
-]
+pytestmark = MARKS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies bf16 numbers as if they were integers
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 FP32 = EPS[torch.float32]
@@ -76,16 +70,6 @@ CALLS = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what every result has to be
-
-
-def attend(q, k, v, attn_mask=None, **kwargs):
-    """-> out, lse and mask, computed on the device and brought to the CPU."""
-    q, k, v = (x.to(DEVICE) for x in (q, k, v))
-    attn_mask = None if attn_mask is None else attn_mask.to(DEVICE)
-    kwargs = dict(dict(backend="triton", return_lse=True, return_mask=True), **kwargs)
-    out, lse, mask = sparse_attention(q, k, v, attn_mask, **kwargs)
-    assert (out.dtype, out.shape, lse.dtype) == (q.dtype, q.shape, torch.float32)
-    return out.cpu(), lse.cpu(), mask.to("cpu")
 
 
 def layouts(q_len, k_len, block_size=128, **kwargs):
@@ -195,19 +179,6 @@ def assert_right(q, k, v, attn_mask=None, **kwargs):
     return mask
 
 
-def key_mask(kind, batch, k_len):
-    """Every other key or so, and whole blocks without one."""
-    if kind is None:
-        return None
-    keep = torch.rand(batch, k_len) < 0.6
-    keep[0, k_len // 4 : k_len // 4 + 140] = False
-    return keep if kind == "bool" else torch.randn(batch, 1, 1, k_len).masked_fill(~keep[:, None, None], -1e4)
-
-
-def same(mask, other):
-    return torch.equal(mask.counts.cpu(), other.counts) and torch.equal(mask.indices.cpu(), other.indices)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # calls of every kind
 
@@ -291,14 +262,6 @@ def test_any_strides(name):
         here = [x.cpu() for x in inputs]
         assert_chooses(mask, *here[:2], **kwargs)
         assert_attends(out, lse, mask, *here, **kwargs)
-
-
-def surrounded(x, by=8):
-    """x in the midst of NaN, so that a read past an edge shows. Rows of 8 channels more are read where they are."""
-    batch, heads, length, dim = x.shape
-    large = torch.full((batch, heads + 1, length + 5, dim + 2 * by), math.nan, dtype=x.dtype, device=x.device)
-    large[:, :heads, 2 : length + 2, by : dim + by] = x
-    return large[:, :heads, 2 : length + 2, by : dim + by]
 
 
 @pytest.mark.parametrize("name", ["cross", "ada_bsa"])

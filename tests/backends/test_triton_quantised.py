@@ -6,7 +6,6 @@ float64 attention over keys, values and queries that were rounded as they should
 
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -20,19 +19,14 @@ from helpers.fuzz import examples
 from helpers.inputs import qkv
 from helpers.interpreter import with_exact_e4m3
 from helpers.planned import request
+from helpers.triton_calls import DEVICE, MARKS, attend, key_mask, same, surrounded
 from rainfusion import BlockMask, Method, backends, predict_mask, sparse_attention
 from rainfusion.backends.triton import quantising
 from rainfusion.calls import Call, Shapes
 from rainfusion.geometry import Geometry
 
-pytestmark = [
-    pytest.mark.timeout(1800),  # the interpreter is slow
-    pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only"),
-    # the interpreter's: log2(0), inf - inf, NaN as an integer; int() of an array of one number
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore:Conversion of an array:DeprecationWarning"),
-]
+pytestmark = MARKS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies bf16 numbers as if they were integers
 DTYPES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 # relative, on normal data: fp8 as on Hopper; int8 is nearer than there, with values and their weights of 16 bits
@@ -82,16 +76,6 @@ def refusal(precision, device, dtype=torch.float16, name="triton"):
     call = Call(method, Geometry(), 1.0, False, name, False, False, False, False)
     size = (1, 2, 500, 128)
     return backends.why_not(name, call, Shapes(size, size, dtype, torch.device(device)))
-
-
-def attend(q, k, v, attn_mask=None, **kwargs):
-    """-> out, lse and mask, computed on the device and brought to the CPU."""
-    q, k, v = (x.to(DEVICE) for x in (q, k, v))
-    attn_mask = None if attn_mask is None else attn_mask.to(DEVICE)
-    kwargs = dict(dict(backend="triton", return_lse=True, return_mask=True), **kwargs)
-    out, lse, mask = sparse_attention(q, k, v, attn_mask, **kwargs)
-    assert (out.dtype, out.shape, lse.dtype) == (q.dtype, q.shape, torch.float32)
-    return out.cpu(), lse.cpu(), mask.to("cpu")
 
 
 def orders(q_len, k_len, **kwargs):
@@ -173,19 +157,6 @@ def assert_right(q, k, v, attn_mask=None, *, precision, most=None, lse_within=0.
     return mask
 
 
-def key_mask(kind, batch, k_len):
-    """Every other key or so, and whole blocks without one."""
-    if kind is None:
-        return None
-    keep = torch.rand(batch, k_len) < 0.6
-    keep[0, k_len // 4 : k_len // 4 + 140] = False
-    return keep if kind == "bool" else torch.randn(batch, 1, 1, k_len).masked_fill(~keep[:, None, None], -1e4)
-
-
-def same(mask, other):
-    return torch.equal(mask.counts.cpu(), other.counts) and torch.equal(mask.indices.cpu(), other.indices)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # calls of every kind
 
@@ -247,14 +218,6 @@ def test_any_strides(precision):
         assert not any(x.is_contiguous() for x in inputs)
         found = attend(*inputs, precision=precision, **kwargs)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-def surrounded(x, by=8):
-    """x in the midst of NaN, so that a read past an edge shows. Rows of 8 channels more are read where they are."""
-    batch, heads, length, dim = x.shape
-    large = torch.full((batch, heads + 1, length + 5, dim + 2 * by), math.nan, dtype=x.dtype, device=x.device)
-    large[:, :heads, 2 : length + 2, by : dim + by] = x
-    return large[:, :heads, 2 : length + 2, by : dim + by]
 
 
 def test_what_all_keys_share_does_not_spoil_them(precision):
