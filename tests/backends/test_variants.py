@@ -36,6 +36,33 @@ def test_the_first_call_compiles_everything(options):
     assert "attention_kernel: 1 variants, 0 of them for some sizes only" in done.stdout
 
 
+# prints for each size of key blocks how many passes sum keys, how many do it for a mask alone, and their warps
+SUMS = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch
+from helpers import targets
+from rainfusion.backends import hopper, triton
+for size in (128, (128, 64), (128, 32)):
+    options = dict(sparse_type="rf_v2", sparsity=0.5, predictor="spread", compensate=True, block_size=size)
+    found = []
+    with targets.recorded(targets.TARGETS["sm_90"], found.append):
+        for backend in (hopper, triton):
+            for precision in ("native", "fp8", "int8"):
+                targets.run(targets.Call(torch.bfloat16, 128, dict(options, precision=precision)), backend)
+    spreads = [launch for launch in found if "None" not in launch.known.get("spreads", "None")]
+    sums = [launch for launch in spreads if launch.kernel.__name__ in ("gather_kernel", "statistics_kernel")]
+    alone = [launch for launch in spreads if launch.kernel.__name__ == "pool_kernel"]
+    print(size, len(sums), len(alone), {launch.options["num_warps"] for launch in sums + alone})
+"""
+
+
+@ON_LINUX
+def test_keys_are_summed_alike_in_every_pass():
+    """By as many warps, and so in one order: masks are those of a call, bit for bit, and of every precision."""
+    done = run("-c", SUMS, TESTS)
+    assert done.stdout.splitlines() == ["128 6 6 {4}", "(128, 64) 6 6 {4}", "(128, 32) 6 6 {2}"], done.stderr
+
+
 @ON_LINUX
 def test_a_kernel_that_is_compiled_again_is_found():
     """One whose sizes are compiled in, as Triton does by itself."""

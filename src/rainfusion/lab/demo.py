@@ -120,7 +120,7 @@ def run(plan: Plan) -> int:
 
 
 def _warm_up(plan: Plan, model: lab.DiT, prompt: Tensor) -> None:
-    """Makes first calls, unmeasured: they import and compile. On GPUs in full size, since kernels are for one shape."""
+    """Makes first calls, unmeasured: they import and compile. On GPUs in full size: some kernels are for one shape."""
     once = replace(plan, steps=1, dense_steps=0)
     if plan.device.type == "cpu":
         once = replace(once, frames=1 + model.config.together, size=12 * model.config.patch)

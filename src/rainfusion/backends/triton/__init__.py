@@ -147,7 +147,7 @@ def prepare(request: Request) -> Keys:
         *row_strides(k, v), heads, length, layout.num_blocks, spare,
         UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
         HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins,
-        num_warps=row_warps(k) * (1 if layout.block_size < 64 else 2),
+        num_warps=block_warps(k, layout.block_size),
     )  # fmt: skip
     if parts > 1:
         means = block_means(k, layout, keep, parts, dtype)
@@ -165,7 +165,8 @@ def block_means(
     """`pooling.block_means` in one read of x."""
     batch, heads, _, head_dim = x.shape
     means = x.new_empty((batch, heads, layout.num_blocks * parts, head_dim), dtype=dtype)
-    _pool(x, layout, keep, layout.block_size // parts, means, None)
+    size = layout.block_size // parts
+    _pool(x, layout, keep, size, means, None, min(max(1, size // 8), row_warps(x)))
     return means
 
 
@@ -180,17 +181,20 @@ def pooled_keys(request: Request, k: Tensor) -> tuple[Tensor, Tensor | None]:
     """The means of k that a prediction wants, and spreads: with as many warps as `gather` has, and so the same bits."""
     layout, keep, parts = request.k_layout, request.keep, request.method.k_parts
     dtype, spreads = spread.means_dtype(request.method, k.dtype), new_spreads(request)
-    if parts == 1:
-        means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype)
-        _pool(k, layout, keep, layout.block_size, means, spreads)
-        return means, spreads
-    if spreads is not None:
-        _pool(k, layout, keep, layout.block_size, None, spreads)
-    return block_means(k, layout, keep, parts, dtype), spreads
+    means = k.new_empty((*k.shape[:2], layout.num_blocks, k.shape[3]), dtype=dtype) if parts == 1 else None
+    if means is not None or spreads is not None:
+        _pool(k, layout, keep, layout.block_size, means, spreads, block_warps(k, layout.block_size))
+    return block_means(k, layout, keep, parts, dtype) if means is None else means, spreads
 
 
 def _pool(
-    x: Tensor, layout: TokenLayout, keep: Tensor | None, size: int, means: Tensor | None, spreads: Tensor | None
+    x: Tensor,
+    layout: TokenLayout,
+    keep: Tensor | None,
+    size: int,
+    means: Tensor | None,
+    spreads: Tensor | None,
+    warps: int,
 ) -> None:
     from rainfusion.backends.triton.kernels import blocks
 
@@ -202,7 +206,7 @@ def _pool(
         number,
         UNIT=row_unit(x), D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity,
         HAS_KEEP=keep is not None,
-        num_warps=min(max(1, size // 8), row_warps(x) * (1 if spreads is None else 2)),
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -568,3 +572,11 @@ def _padded(head_dim: int) -> int:
 def row_warps(x: Tensor) -> int:
     """Warps for one block of tokens [block_size, D] that is read once: about 128 bytes of a row to a warp."""
     return min(8, max(1, _padded(x.shape[-1]) * x.dtype.itemsize // 128))
+
+
+def block_warps(x: Tensor, size: int) -> int:
+    """Of the passes that find means and spreads of keys in blocks of so many: of all alike, for sums of the same bits.
+
+    Few, since those that share a sum wait for each other.
+    """
+    return row_warps(x) * (1 if size < 64 else 2)

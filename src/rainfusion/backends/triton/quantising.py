@@ -83,7 +83,7 @@ def prepare(request: Request, form: Form) -> Keys:
     v_out = new(*v_shape, dtype=form.v)
     quantise.statistics_kernel[(batch * heads * blocks,)](
         k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
-        **sizes, num_warps=_warps(k, size, spreads is not None),
+        **sizes, num_warps=triton.row_warps(k) if pieces == 1 and spreads is None else triton.block_warps(k, size),
     )  # fmt: skip
     quantise.channels_kernel[(batch * heads,)](
         means, largest, bounds, k_mean, v_scale, k_scale, blocks,
@@ -107,11 +107,3 @@ def prepare(request: Request, form: Form) -> Keys:
     dtype = spread.means_dtype(request.method, k.dtype)
     means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
-
-
-def _warps(k: Tensor, size: int, spreads: bool) -> int:
-    """Of the first pass, for a block. Few: warps that share a sum wait for each other.
-
-    For how far keys are from their mean, which is known last, all of them are held: no more than registers hold.
-    """
-    return max(1, triton.row_warps(k) * size // (64 if spreads or size < 128 else 128))
