@@ -579,4 +579,4 @@ def block_warps(x: Tensor, size: int) -> int:
 
     Few, since those that share a sum wait for each other.
     """
-    return row_warps(x) * (1 if size < 64 else 2)
+    return 1 if size < 64 else 2 * row_warps(x)
