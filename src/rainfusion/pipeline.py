@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from rainfusion import backends
+from rainfusion import backends, replaying
 from rainfusion.autocast import own_precision
 from rainfusion.backends import Backend, Keys, QueryShard, Request, dense
 from rainfusion.blockmask import BlockMask
@@ -32,6 +32,9 @@ def attend(
     shard: QueryShard | None = None,
 ) -> Attended:
     """`layouts`: of q and k, where a process holds its tokens in an order of its own; `shard`: some of the queries."""
+    own_order = layouts is not None or shard is not None
+    if not own_order and (repeated := replaying.again(inputs, plan)) is not None:
+        return Attended(*repeated, None)
     with alone_on(inputs.q.device):
         if plan.dense_because is not None:
             return Attended(dense.attend(inputs, plan.call), None, _full_mask(inputs, plan.call))
@@ -40,9 +43,11 @@ def attend(
             inputs.mask.check_values()
         if inputs.shapes.is_empty:  # also of a process that has none of the tokens
             return _nothing(inputs, plan.call)
-        keys = backend.prepare(request)
-        mask = request.mask or predict(request, backend, keys)
-        out, lse = backend.attend(request, keys, mask)
+        with replaying.recorded(inputs, None if own_order else plan) as finish:
+            keys = backend.prepare(request)
+            mask = request.mask or predict(request, backend, keys)
+            out, lse = backend.attend(request, keys, mask)
+            finish(out, lse)
         return Attended(out, lse, _full_mask(inputs, plan.call) if plan.call.keeps_everything else mask)
 
 

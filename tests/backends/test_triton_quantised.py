@@ -414,10 +414,10 @@ def test_which_gpus_have_them(precision, gpu, words, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_a_hopper_keeps_its_own_kernel(precision, monkeypatch):
-    from rainfusion.backends import hopper
+    from rainfusion.backends import hopper, triton
 
     on_a_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(hopper, "triton_version", lambda: hopper.TESTED_TRITON[0])
+    monkeypatch.setattr(triton, "triton_version", lambda: hopper.TESTED_TRITON[0])
     method = Method(sparse_type="rf_v2", sparsity=0.5, precision=precision)
     size = (1, 2, 500, 128)
     shapes = Shapes(size, size, torch.bfloat16, torch.device("cuda"))

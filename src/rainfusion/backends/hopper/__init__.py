@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from rainfusion.backends.protocol import Keys, Request, Speed
 from rainfusion.backends.triton import LOG2E, choose, scores, select
 from rainfusion.blockmask import BlockMask
 from rainfusion.calls import Call, Shapes
+from rainfusion.replaying import launch
 
 __all__ = ["READS_BACK", "SPEEDS", "attend", "choose", "prepare", "scores", "select", "why_not"]
 
@@ -42,8 +42,8 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), found {_device(device)}"
     if not triton.installed():
         return triton.NOT_INSTALLED
-    if triton_version() not in TESTED_TRITON:
-        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {triton_version()}"
+    if triton.triton_version() not in TESTED_TRITON:
+        return f"was tested with Triton {' and '.join(TESTED_TRITON)} only, found {triton.triton_version()}"
     if shapes.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {str(shapes.dtype).removeprefix('torch.')}"
     if shapes.head_dim > MAX_HEAD_DIM:
@@ -89,7 +89,8 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
-    hopper_attention_kernel[(batch * heads * mask.num_q_blocks,)](
+    launch(
+        hopper_attention_kernel, batch * heads * mask.num_q_blocks,
         q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
@@ -145,12 +146,6 @@ def _padded(head_dim: int) -> int:
 def _stages(padded: int, quant: int) -> int:
     """As many as shared memory holds: 3 for 128 channels of 2 bytes, with Q."""
     return 3 if padded == 128 and not quant else 4
-
-
-@triton.answers_once
-def triton_version() -> str:
-    """From its metadata: importing Triton takes longer."""
-    return version("triton")
 
 
 def _device(device: torch.device) -> str:

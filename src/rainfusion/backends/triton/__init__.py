@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple, TypeVar
 
@@ -24,11 +25,13 @@ from torch import Tensor
 from rainfusion.backends.protocol import Keys, Request, Speed
 from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.calls import Call, Shapes
+from rainfusion.graphs import is_capturing, keep_if_captured
 from rainfusion.layout import TokenLayout
 from rainfusion.prediction import budgets as budget_table
 from rainfusion.prediction import compensation, spread
 from rainfusion.prediction.pooling import live_blocks
 from rainfusion.prediction.predictors import live_groups
+from rainfusion.replaying import launch
 from rainfusion.slabs import even_slabs
 
 T = TypeVar("T")
@@ -43,6 +46,7 @@ _RANKED = 131072  # keys whose blocks registers hold while a row is ranked; a ro
 MAX_KEYS = 16 * _RANKED
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
+_WEIGHTS: dict[object, Tensor] = {}  # of `_weights_of_whole_blocks`
 _FEW_SCORES, _MANY_SCORES = 16 * 2**20, 128 * 2**20  # bytes of them at once, where a list cannot take their memory
 
 
@@ -111,6 +115,12 @@ def installed() -> bool:
     return find_spec("triton") is not None
 
 
+@answers_once
+def triton_version() -> str:
+    """From its metadata: importing Triton takes longer."""
+    return version("triton")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # stages
 
@@ -142,7 +152,8 @@ def prepare(request: Request) -> Keys:
     dtype = spread.means_dtype(request.method, k.dtype)
     means = k.new_empty((batch, heads, layout.num_blocks, head_dim), dtype=dtype) if parts == 1 else None
     spreads = new_spreads(request)
-    blocks.gather_kernel[(batch * heads * layout.num_blocks,)](
+    launch(
+        blocks.gather_kernel, batch * heads * layout.num_blocks,
         k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads,
         *row_strides(k, v), heads, length, layout.num_blocks, spare,
         UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
@@ -201,7 +212,8 @@ def _pool(
     x = whole_rows(x)
     batch, heads, length, head_dim = x.shape
     number = layout.num_blocks * (layout.block_size // size)
-    blocks.pool_kernel[(batch * heads * number,)](
+    launch(
+        blocks.pool_kernel, batch * heads * number,
         x, layout.order, None if keep is None else as_bytes(keep), means, spreads, *row_strides(x), heads, length,
         number,
         UNIT=row_unit(x), D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity,
@@ -285,7 +297,8 @@ def _mean_scores(request: Request, means: _Means) -> Tensor:
     found = means.q.new_empty((batch, heads, rows, columns))
     live = None if means.live is None else as_bytes(means.live)
     tile = 64
-    ranking.mean_scores_kernel[(batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),)](
+    launch(
+        ranking.mean_scores_kernel, batch * heads * math.ceil(rows / tile) * math.ceil(columns / tile),
         means.q, means.k, live, found, request.scale, heads, request.gqa_ratio, rows, columns,
         D=head_dim, BM=tile, BN=tile, BD=32, HAS_LIVE=live is not None, PRECISION=_exact_products(means.q), num_warps=4,
     )  # fmt: skip
@@ -303,7 +316,8 @@ def _part_mass(request: Request, means: _Means) -> Tensor:
     mass = means.q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     live = None if means.live is None else as_bytes(means.live)
     tile = tuning.part_tile(_capability(means.q), _padded(head_dim), means.q.dtype.itemsize)
-    ranking.part_mass_kernel[(batch * heads * math.ceil(rows * parts / tile.queries),)](
+    launch(
+        ranking.part_mass_kernel, batch * heads * math.ceil(rows * parts / tile.queries),
         means.q, means.k, live, means.spreads, mass, request.scale * LOG2E, heads, request.gqa_ratio, rows, columns,
         math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
         math.ceil(k_layout.seq_len / (k_layout.block_size // k_parts)),
@@ -326,7 +340,8 @@ def _group_mass(request: Request, k: Tensor) -> Tensor:
     mass = q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     groups = as_bytes(live_groups(request.keep, batch, k_len, columns, k.device)).contiguous()
     tile = tuning.mass_tile(_capability(q), _padded(head_dim), q.dtype.itemsize)
-    ranking.group_mass_kernel[(batch * heads * math.ceil(rows * 16 / tile.queries),)](
+    launch(
+        ranking.group_mass_kernel, batch * heads * math.ceil(rows * 16 / tile.queries),
         q, k, groups, mass, *row_strides(q, k), request.scale / 8 * LOG2E, heads, request.gqa_ratio, rows,
         columns, q_len, k_len,
         UNIT=row_unit(q), D=head_dim, BM=tile.queries, BN=tile.keys,
@@ -370,7 +385,8 @@ def _keep_best(
         one = budgets[0]
     candidates = columns - request.k_layout.num_protected if free_only else columns
     wide = _RANKED // request.method.k_block
-    ranking.keep_best_kernel[(batch * heads * rows,)](
+    launch(
+        ranking.keep_best_kernel, batch * heads * rows,
         scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected), counts, indices, one,
         several, 1 if several is None else len(several), candidates, rows, columns,
         WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=max(1, wide // 2048),
@@ -383,7 +399,8 @@ def _keep_mass(request: Request, mass: Tensor, counts: Tensor, indices: Tensor) 
     batch, heads, rows, columns = mass.shape
     method = request.method
     live = None if request.keep is None else as_bytes(live_blocks(request.k_layout, request.keep))
-    ranking.keep_mass_kernel[(batch * heads * rows,)](
+    launch(
+        ranking.keep_mass_kernel, batch * heads * rows,
         mass, live, counts, indices, _bits(1.0 - method.mean_sparsity), method.cdf_threshold, heads, rows, columns,
         WIDE=_RANKED // method.k_block, IS_CAUSAL=request.is_causal, KEEP_SINK=method.keep_sink,
         KEEP_RECENT=method.keep_recent, HAS_THRESHOLD=method.cdf_threshold < 1.0, num_warps=1,
@@ -407,7 +424,7 @@ def heavy_first(mask: BlockMask) -> Tensor:
     batch, heads, rows = mask.counts.shape
     counts = mask.counts.contiguous()
     schedule = torch.empty((batch * heads, rows), dtype=torch.int32, device=counts.device)
-    ranking.heavy_first_kernel[(batch * heads * math.ceil(rows / 64),)](counts, schedule, rows, BM=64, BN=128)
+    launch(ranking.heavy_first_kernel, batch * heads * math.ceil(rows / 64), counts, schedule, rows, BM=64, BN=128)
     return schedule
 
 
@@ -430,7 +447,8 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
     queries = min(tile.queries, block)
-    attention.attention_kernel[(batch * heads * mask.num_q_blocks * (block // queries),)](
+    launch(
+        attention.attention_kernel, batch * heads * mask.num_q_blocks * (block // queries),
         q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         k_scale, v_scale, k_mean, *row_strides(q, out), *row_strides(keys.k), *row_strides(keys.v),
         rows.stride(0) if rows.dim() == 2 else 0, request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks,
@@ -458,10 +476,27 @@ def stand_in_weights(request: Request, bias: Tensor | None, tile: int) -> Tensor
     if bias is not None:
         weights = torch.logsumexp(bias.unflatten(1, (blocks, size)) / LOG2E, 2) * LOG2E
         return F.pad(weights, (0, width - blocks), value=-torch.inf).to(dtype).contiguous()
-    weights = torch.full((1, width), -torch.inf, dtype=dtype, device=k.device)
-    weights[:, :blocks] = math.log2(size)
-    weights[:, blocks - 1] = math.log2(layout.seq_len - (blocks - 1) * size)
-    return weights
+    return _weights_of_whole_blocks(blocks, size, layout.seq_len, width, dtype, k.device)
+
+
+def _weights_of_whole_blocks(
+    blocks: int, size: int, length: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Where every key takes part: made once, and not by the stream of one caller, for all of them."""
+    key = (blocks, size, length, width, dtype, device)
+    found = _WEIGHTS.get(key)
+    if found is None:
+        capturing = is_capturing(device)  # then its memory is the graph's
+        found = torch.full((1, width), -torch.inf, dtype=dtype, device=device if capturing else "cpu")
+        found[:, :blocks] = math.log2(size)
+        found[:, blocks - 1] = math.log2(length - (blocks - 1) * size)
+        if not capturing:
+            found = found.to(device)
+            if len(_WEIGHTS) >= 64:
+                _WEIGHTS.clear()
+            _WEIGHTS[key] = found
+    keep_if_captured(device, found)
+    return found
 
 
 def stand_in_blocks(weights: Tensor | None, block_size: int) -> int:
@@ -480,7 +515,8 @@ def stand_in_bias(request: Request, mask: BlockMask, keys: Keys) -> Tensor | Non
     batch, heads, rows, columns = mask.indices.shape
     tiles = weights.shape[1] // mask.q_block
     bias = weights.new_empty((batch, heads, rows, (tiles + 1) * mask.q_block))
-    stand_ins_kernel[(batch * heads * rows,)](
+    launch(
+        stand_ins_kernel, batch * heads * rows,
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, keys.spreads,
         None if keys.spreads is None else q, layout.order, bias, *row_strides(q), tiles if len(weights) > 1 else 0,
         spread.GAIN * request.scale**2, heads, request.gqa_ratio, rows, columns, tiles, q.shape[2], keys.length,

@@ -16,6 +16,7 @@ from rainfusion.backends import triton
 from rainfusion.backends.protocol import Keys, Request, Scales
 from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import live_blocks
+from rainfusion.replaying import launch
 
 # what each type of eight bits reaches; the last is the one of AMD's MI300
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
@@ -74,6 +75,8 @@ def prepare(request: Request, form: Form) -> Keys:
         return k.new_empty((batch, heads, *shape), dtype=dtype)
 
     means, k_mean = new(blocks, head_dim), new(head_dim)
+    dtype = spread.means_dtype(request.method, k.dtype)
+    rounded = new(blocks, head_dim, dtype=dtype) if parts == 1 and dtype != means.dtype else None
     v_means = torch.empty_like(means) if stand_ins else None
     largest, v_scale = (new(blocks, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
     bounds = None if pieces == 1 else new(blocks, 2, head_dim)
@@ -81,11 +84,13 @@ def prepare(request: Request, form: Form) -> Keys:
     k_out = new((blocks + spare) * size, width, dtype=form.k)
     v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
     v_out = new(*v_shape, dtype=form.v)
-    quantise.statistics_kernel[(batch * heads * blocks,)](
-        k, v, layout.order, flags, means, v_means, largest, bounds, spreads, *strides,
+    launch(
+        quantise.statistics_kernel, batch * heads * blocks,
+        k, v, layout.order, flags, means, rounded, v_means, largest, bounds, spreads, *strides,
         **sizes, num_warps=triton.row_warps(k) if pieces == 1 and spreads is None else triton.block_warps(k, size),
     )  # fmt: skip
-    quantise.channels_kernel[(batch * heads,)](
+    launch(
+        quantise.channels_kernel, batch * heads,
         means, largest, bounds, k_mean, v_scale, k_scale, blocks,
         D=head_dim, D_PAD=padded, ROWS=32 * pieces, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
         num_warps=4 * pieces,
@@ -95,15 +100,27 @@ def prepare(request: Request, form: Form) -> Keys:
         ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
         num_warps=2 * triton.row_warps(k),
     )  # fmt: skip
-    quantise.quantise_kernel[(batch * heads * math.ceil(blocks / pieces),)](
-        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes
+    launch(
+        quantise.quantise_kernel,
+        batch * heads * math.ceil(blocks / pieces),
+        k,
+        v,
+        layout.order,
+        flags,
+        *found,
+        *strides,
+        FIRST=0,
+        **total,
+        **sizes,
     )
     if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
-        quantise.quantise_kernel[(batch * heads * (spare // pieces),)](
+        launch(
+            quantise.quantise_kernel, batch * heads * (spare // pieces),
             means, v_means, layout.order, live, *found, *triton.row_strides(means, v_means),
             heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means), HAS_ORDER=False),
         )  # fmt: skip
-    dtype = spread.means_dtype(request.method, k.dtype)
-    means = triton.block_means(k, layout, keep, parts, dtype) if parts > 1 else means.to(dtype)
+    if parts > 1:
+        rounded = triton.block_means(k, layout, keep, parts, dtype)
+    means = means if rounded is None else rounded
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)

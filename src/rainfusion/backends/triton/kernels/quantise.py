@@ -13,16 +13,16 @@ from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def statistics_kernel(
-    k, v, order, keep, means, v_means, v_largest, k_bounds, spreads,
+    k, v, order, keep, means, rounded, v_means, v_largest, k_bounds, spreads,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N,
     UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
     HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
     """Of each block of KEYS tokens, fp32: the mean of its keys, means [B, H, N, D].
 
-    And if asked for: the mean of its values, v_means; how far keys are from their mean, spreads [B, H, N]; the largest
-    magnitude of v's channels, v_largest [B, H, N, D]; the least and the greatest finite number of k's, k_bounds
-    [B, H, N, 2, D].
+    And if asked for: the same in a type of fewer digits, rounded; the mean of its values, v_means; how far keys are
+    from their mean, spreads [B, H, N]; the largest magnitude of v's channels, v_largest [B, H, N, D]; the least and the
+    greatest finite number of k's, k_bounds [B, H, N, 2, D].
     """
     pid = tl.program_id(0).to(tl.int64)
     bh, block = pid // N, pid % N
@@ -39,6 +39,8 @@ def statistics_kernel(
     number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
     b_mean = tl.sum(b_k, 0) / number
     tl.store(means + pid * D + o_d, b_mean, mask=m_d)
+    if rounded is not None:
+        tl.store(rounded + pid * D + o_d, b_mean.to(rounded.dtype.element_ty), mask=m_d)
     if v_means is not None:
         tl.store(v_means + pid * D + o_d, tl.sum(b_v, 0) / number, mask=m_d)
     if spreads is not None:

@@ -1,0 +1,281 @@
+"""Small calls again, without asking anew how: the same kernels, launched with other pointers.
+
+An image's attention takes 0.3 ms on a fast GPU, and Python takes longer than that to derive sizes, allocate, and let
+Triton bind the arguments of six to ten kernels. All of it is the same for the next call of a plan whose tensors lie in
+memory alike. So the second such call is recorded: which kernels were launched with what, which memory was allocated in
+between. From the third on they are launched with the new pointers, in one piece of memory for all that lies between.
+
+Recorded is only what is known to be the same again: `launch` tells of kernels, and a dispatch mode watches every
+operation of torch. One that does more than allocate, or look at memory in another way, and the call is not repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rainfusion.calls import Inputs
+from rainfusion.graphs import is_capturing
+
+if TYPE_CHECKING:
+    from rainfusion.planning import Plan
+
+TESTED_TRITON = ("3.6.0",)  # launchers of others take other arguments
+MOST_BYTES = 256 * 2**20  # between q, k, v and out: calls that need more take longer on the device than in Python
+MOST_RECORDINGS = 256
+_ALIGNED = 512  # as torch's allocator does
+_ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_SEEN_ONCE, _NEVER = "seen once", "never"
+
+_known: dict[Any, Recording | str] = {}  # by plan and how tensors lie in memory
+_local = threading.local()  # .recorder: of the call that this thread records
+_lock = threading.Lock()
+
+
+class _Place(NamedTuple):
+    """Of an argument that is a pointer: `bases[base] + offset`."""
+
+    at: int
+    base: int
+    offset: int
+
+
+class _Box(NamedTuple):
+    """Of an argument that tells the copy engine where and how to read."""
+
+    place: _Place
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+class _Launch(NamedTuple):
+    run: Callable[..., None]  # Triton's launcher
+    programs: int
+    function: int
+    packed: Any
+    arguments: list[Any]
+    places: list[_Place]
+    boxes: list[_Box]
+
+
+class _Pointer:
+    """What a launcher wants of a tensor."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _Descriptor(NamedTuple):
+    """What a launcher wants of a descriptor for the copy engine."""
+
+    base: _Pointer
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+class _Result(NamedTuple):
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Recording:
+    """What a call launched. Bases of pointers: q, k, v, out, lse, and the memory between."""
+
+    def __init__(self, launches: list[_Launch], results: list[_Result], size: int, kept: list[Tensor]) -> None:
+        self._launches, self._results, self._size = launches, results, size
+        self._kept = kept  # layouts and other tensors that every such call reads
+
+    def run(self, inputs: Inputs, device: int | None) -> tuple[Tensor, Tensor | None]:
+        results = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=inputs.q.device)
+            for shape, strides, dtype in self._results
+        ]
+        between = torch.empty(self._size, dtype=torch.uint8, device=inputs.q.device)
+        lse = results[1] if len(results) > 1 else None
+        bases = [x.data_ptr() for x in (*inputs[:3], results[0], lse if lse is not None else between, between)]
+        stream = 0 if device is None else torch._C._cuda_getCurrentRawStream(device)
+        for run, programs, function, packed, arguments, places, boxes in self._launches:
+            found = arguments.copy()
+            for at, base, offset in places:
+                found[at] = bases[base] + offset
+            for (at, base, offset), shape, strides, padding in boxes:
+                found[at] = _Descriptor(_Pointer(bases[base] + offset), shape, strides, padding)
+            run(programs, 1, 1, stream, function, packed, None, None, None, *found)
+        return results[0], lse
+
+
+def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    """`kernel[(programs,)](*args, **options)`, told to the recorder of this thread if there is one.
+
+    Arguments by position, `tl.constexpr` and warps by name.
+    """
+    compiled = kernel[(programs,)](*args, **options)
+    recorder: _Recorder | None = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.launched(kernel, compiled, programs, args, options)
+
+
+def again(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
+    """out and lse of a call that is a repetition; None if it is not, or not known yet."""
+    device = inputs.q.device.index
+    if not _known or device is None or device != torch.cuda.current_device() or is_capturing(inputs.q.device):
+        return None
+    found = _known.get(_key(inputs, plan))
+    return found.run(inputs, device) if isinstance(found, Recording) and not _watched() else None
+
+
+@contextmanager
+def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Tensor | None], None]]:
+    """Records what is run inside, if it is time to, and there is a plan. What is given is to be told the results."""
+    key = _key(inputs, plan) if plan is not None and _may_repeat(inputs, plan) else None
+    if key is None or not _is_second(key):
+        yield lambda out, lse: None
+        return
+    recorder = _Recorder(inputs)
+    _local.recorder = recorder
+    found: Recording | None = None
+
+    def finish(out: Tensor, lse: Tensor | None) -> None:
+        nonlocal found
+        found = recorder.recording(out, lse)
+
+    try:
+        with recorder:
+            yield finish
+    finally:
+        _local.recorder = None
+        with _lock:
+            _known[key] = found or _NEVER
+
+
+def _is_second(key: Any) -> bool:
+    """Whether such a call was seen once before. Notes that it was."""
+    with _lock:
+        seen = _known.get(key)
+        if seen is None:
+            while len(_known) >= MOST_RECORDINGS:
+                del _known[next(iter(_known))]
+            _known[key] = _SEEN_ONCE
+        return seen == _SEEN_ONCE
+
+
+def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
+    device, call = inputs.q.device, plan.call
+    if device.type != "cuda" or torch.version.hip is not None or plan.backend not in ("hopper", "triton"):
+        return False
+    if inputs.keep is not None or inputs.mask is not None or call.return_mask or inputs.shapes.is_empty:
+        return False
+    if 2 * inputs.k.numel() * inputs.k.element_size() > MOST_BYTES:  # k and v in order are most of it
+        return False
+    from rainfusion.backends.triton import triton_version
+
+    return triton_version() in TESTED_TRITON and not is_capturing(device) and not _watched()
+
+
+def _watched() -> bool:
+    """Whether somebody, a profiler for example, wants to see launches as Triton makes them."""
+    from triton import knobs
+
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def _key(inputs: Inputs, plan: Plan) -> Any:
+    """With the plan, all that the launches depend on: where tensors lie apart, together, and at multiples of what."""
+    q, k, v = inputs[:3]
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    aligned = (at_q % 16, at_k % 16, at_v % 16, at_q == at_k, at_k == at_v, at_q == at_v)
+    return plan, q.stride(), k.stride(), v.stride(), aligned
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees the operations and launches of a call."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inputs = [x.data_ptr() for x in inputs[:3]]
+        self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
+        self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
+        self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any]]] = []
+        self._other: str | None = None  # what cannot be repeated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and func.name().partition(".")[0] in _ALLOCATIONS:
+            self._allocated[result.untyped_storage().data_ptr()] = result
+        elif not self._is_view(func, args, result):
+            self._other = func.name()
+        return result
+
+    @staticmethod
+    def _is_view(func: Any, args: Any, result: Any) -> bool:
+        if func._schema.is_mutable or not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)):
+            return False
+        return args[0].untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+
+    def launched(self, kernel: Any, compiled: Any, programs: int, args: tuple[Any, ...], options: Any) -> None:
+        if not hasattr(compiled, "packed_metadata"):  # of an interpreter
+            self._other = "a kernel that was not compiled"
+        self._told.append((kernel, compiled, programs, args, options))
+
+    def recording(self, out: Tensor, lse: Tensor | None) -> Recording | None:
+        """None if the call did what cannot be repeated."""
+        results = [out] if lse is None else [out, lse]
+        at_results = [x.untyped_storage().data_ptr() for x in results]
+        sizes = {at: x.untyped_storage().nbytes() for at, x in self._allocated.items() if at not in at_results}
+        whole = all(at in self._allocated and x.data_ptr() == at for at, x in zip(at_results, results, strict=True))
+        if self._other or not whole or sum(sizes.values()) > MOST_BYTES:
+            return None
+        offsets, size = {}, 0
+        for at, nbytes in sizes.items():
+            offsets[at] = size
+            size += -(-nbytes // _ALIGNED) * _ALIGNED
+        kept: list[Tensor] = []
+
+        def place(at: int, x: Tensor) -> _Place | None:
+            """None: it is where it was."""
+            memory = x.untyped_storage().data_ptr()
+            if x.data_ptr() in self._inputs:
+                return _Place(at, self._inputs.index(x.data_ptr()), 0)
+            if memory in at_results:
+                return _Place(at, 3 + at_results.index(memory), x.data_ptr() - memory)
+            if memory in offsets:
+                return _Place(at, 5, offsets[memory] + x.data_ptr() - memory)
+            if memory in self._of_inputs:
+                self._other = "a part of the inputs"
+            kept.append(x)
+            return None
+
+        launches = []
+        for kernel, compiled, programs, args, options in self._told:
+            named = dict(zip(kernel.arg_names, args, strict=False))
+            arguments = [named[name] if name in named else options[name] for name in kernel.arg_names]
+            places, boxes = [], []
+            for i, x in enumerate(arguments):
+                if isinstance(x, Tensor):
+                    found = place(i, x)
+                    arguments[i] = x.data_ptr()
+                    places += [] if found is None else [found]
+                elif hasattr(x, "block_shape"):  # a descriptor
+                    found = place(i, x.base)
+                    if found is not None:
+                        boxes.append(_Box(found, list(x.shape), list(x.strides), x.padding))
+            launches.append(
+                _Launch(compiled.run, programs, compiled.function, compiled.packed_metadata, arguments, places, boxes)
+            )
+        forms = [_Result(tuple(x.shape), x.stride(), x.dtype) for x in results]
+        return None if self._other else Recording(launches, forms, size, kept)

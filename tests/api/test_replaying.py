@@ -1,0 +1,196 @@
+"""Calls that are launched again: with kernels of this file's own, which work on memory by its address.
+
+What of it needs Triton's launcher is in tests/gpu/test_gpu_replaying.py.
+"""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rainfusion import replaying
+from rainfusion.calls import Inputs
+from rainfusion.replaying import launch
+
+
+watched = replaying._watched
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(replaying, "_known", {})
+    monkeypatch.setattr(replaying, "_may_repeat", lambda inputs, plan: True)
+    monkeypatch.setattr(replaying, "_watched", lambda: False)
+
+
+class Kernel:
+    """to[i] = a[i] * factor + b[i], as Triton launches one: tensors first, then with addresses alone."""
+
+    arg_names = ("a", "b", "to", "factor", "N")
+    function, packed_metadata = 7, "packed"
+
+    def __init__(self):
+        self.runs = []
+
+    def __getitem__(self, grid):
+        def first(a, b, to, factor, N):
+            self._compute(*(x if isinstance(x, int) else _base(x) for x in (a, b, to)), factor, N)
+            return self
+
+        return first
+
+    def run(self, programs, y, z, stream, function, packed, metadata, enter, leave, a, b, to, factor, N):
+        assert (y, z, stream, function, packed, metadata, enter, leave) == (1, 1, 0, 7, "packed", None, None, None)
+        self.runs.append(programs)
+        self._compute(*(_base(x) if hasattr(x, "base") else x for x in (a, b, to)), factor, N)
+
+    @staticmethod
+    def _compute(a, b, to, factor, N):
+        a, b, to = (ctypes.cast(at, ctypes.POINTER(ctypes.c_float)) for at in (a, b, to))
+        for i in range(N):
+            to[i] = a[i] * factor + b[i]
+
+
+def _base(x):
+    return x.base.data_ptr() if hasattr(x, "base") else x.data_ptr()
+
+
+def tensors(*shape):
+    return Inputs(*(torch.randn(*shape) for _ in range(3)))
+
+
+CONSTANT = torch.full((64,), 0.25)
+
+
+def call(inputs, kernel, more=None):
+    """((q * 2 + k) * 3 + v) + 0.25, in three launches, with a mean of nothing between; sometimes `more`."""
+    q, k, v = inputs[:3]
+    between, out = torch.empty(2, q.numel()), torch.empty_like(q)
+    launch(kernel, 5, q, k, between[1], factor=2.0, N=q.numel())
+    if more is not None:
+        more(between)
+    box = SimpleNamespace(base=between[1], block_shape=[1], shape=[2], strides=[1], padding="zero")
+    launch(kernel, 6, box, v, between, factor=3.0, N=q.numel())
+    launch(kernel, 7, between, CONSTANT, out, factor=1.0, N=q.numel())
+    return out, None
+
+
+def expected(inputs):
+    q, k, v = inputs[:3]
+    return (q * 2 + k) * 3 + v + 0.25
+
+
+def attended(inputs, plan, kernel, more=None):
+    found = replaying._known.get(replaying._key(inputs, plan))
+    if isinstance(found, replaying.Recording):
+        return found.run(inputs, None)[0]
+    with replaying.recorded(inputs, plan) as finish:
+        out, lse = call(inputs, kernel, more)
+        finish(out, lse)
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 4, 8), (2, 1, 32, 1)])
+def test_from_the_third_on_a_call_is_launched_again(shape):
+    kernel, plan = Kernel(), object()
+    for i in range(5):
+        inputs = tensors(*shape)
+        torch.testing.assert_close(attended(inputs, plan, kernel), expected(inputs))
+        assert kernel.runs == [5, 6, 7] * max(0, i - 1)
+
+
+def test_results_of_a_call_are_its_own():
+    kernel, plan = Kernel(), object()
+    calls = [tensors(1, 1, 4, 4) for _ in range(5)]
+    results = [attended(inputs, plan, kernel) for inputs in calls]
+    for inputs, result in zip(calls, results, strict=True):
+        torch.testing.assert_close(result, expected(inputs))
+
+
+@pytest.mark.parametrize("what", ["stride", "plan", "alias"])
+def test_what_lies_otherwise_is_another_call(what):
+    kernel, plan = Kernel(), object()
+    for _ in range(3):
+        attended(tensors(1, 1, 4, 4), plan, kernel)
+    assert kernel.runs == [5, 6, 7]
+    inputs = tensors(1, 1, 4, 4)
+    if what == "stride":
+        inputs = inputs._replace(q=torch.randn(1, 1, 4, 8)[..., :4])
+    elif what == "alias":  # q and k in one place: which of the two a pointer means cannot be told
+        inputs = inputs._replace(k=inputs.q)
+    attended(inputs, object() if what == "plan" else plan, kernel)
+    assert kernel.runs == [5, 6, 7]
+
+
+def test_one_tensor_as_q_and_k_is_repeated_as_such():
+    kernel, plan = Kernel(), object()
+    for _ in range(4):
+        inputs = tensors(1, 1, 4, 4)
+        inputs = inputs._replace(k=inputs.q)
+        torch.testing.assert_close(attended(inputs, plan, kernel), expected(inputs))
+    assert kernel.runs == [5, 6, 7] * 2
+
+
+@pytest.mark.parametrize(
+    "more", [lambda x: x.add_(0.0), lambda x: x + 1, lambda x: x[0].fill_(0.0), lambda x: x.sum().item()]
+)
+def test_operations_of_torch_are_not_repeated_so_neither_is_the_call(more):
+    kernel, plan = Kernel(), object()
+    for _ in range(4):
+        inputs = tensors(1, 1, 4, 4)
+        torch.testing.assert_close(attended(inputs, plan, kernel, more), expected(inputs))
+    assert kernel.runs == []
+
+
+def test_views_are():
+    kernel, plan = Kernel(), object()
+    for _ in range(4):
+        attended(tensors(1, 1, 4, 4), plan, kernel, lambda x: x[1].view(4, 4).transpose(0, 1).unflatten(0, (2, 2)))
+    assert kernel.runs == [5, 6, 7] * 2
+
+
+def test_a_part_of_an_input_that_lies_elsewhere_is_not_taken_for_a_constant():
+    kernel, plan = Kernel(), object()
+    for _ in range(4):
+        inputs = tensors(1, 1, 4, 4)
+        with replaying.recorded(inputs, plan) as finish:
+            out = torch.empty(8)
+            launch(kernel, 1, inputs.q[0, 0, 2:], inputs.k, out, factor=1.0, N=8)
+            finish(out, None)
+    assert not any(isinstance(found, replaying.Recording) for found in replaying._known.values())
+
+
+def test_a_call_that_fails_is_not_repeated():
+    kernel, plan = Kernel(), object()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of"), replaying.recorded(tensors(1, 1, 4, 4), plan):
+            raise RuntimeError("out of memory")
+    assert list(replaying._known.values()) == ["never"]
+    attended(tensors(1, 1, 4, 4), plan, kernel)
+    assert kernel.runs == []
+
+
+def test_large_calls_are_not(monkeypatch):
+    monkeypatch.setattr(replaying, "MOST_BYTES", 100)
+    kernel, plan = Kernel(), object()
+    for _ in range(4):
+        attended(tensors(1, 1, 4, 4), plan, kernel)  # 128 bytes between
+    assert kernel.runs == []
+
+
+def test_who_watches_launches_sees_them():
+    knobs = pytest.importorskip("triton").knobs
+    assert not watched()
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        assert watched()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+
+
+def test_so_many_are_known():
+    kernel = Kernel()
+    for _ in range(replaying.MOST_RECORDINGS + 10):
+        attended(tensors(1, 1, 1, 1), object(), kernel)
+    assert len(replaying._known) == replaying.MOST_RECORDINGS
