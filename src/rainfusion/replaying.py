@@ -11,6 +11,7 @@ operation of torch. One that does more than allocate, or look at memory in anoth
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rainfusion.calls import Inputs
+from rainfusion.calls import Inputs, Shapes
 from rainfusion.graphs import is_capturing
+from rainfusion.options import Method
 
 if TYPE_CHECKING:
     from rainfusion.planning import Plan
@@ -173,17 +175,23 @@ def _is_second(key: Any) -> bool:
         return seen == _SEEN_ONCE
 
 
-def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
-    device, call = inputs.q.device, plan.call
-    if device.type != "cuda" or torch.version.hip is not None or plan.backend not in ("hopper", "triton"):
+def could_repeat(method: Method, shapes: Shapes) -> bool:
+    """Whether calls of kernels that Triton launches can be repeated, as far as this tells."""
+    if shapes.device.type != "cuda" or torch.version.hip is not None:
         return False
-    if inputs.keep is not None or inputs.mask is not None or call.return_mask or inputs.shapes.is_empty:
+    if shapes.has_key_mask or shapes.is_empty or method.strategy != "rf_v2" or method.target_error is not None:
         return False
-    if 2 * inputs.k.numel() * inputs.k.element_size() > MOST_BYTES:  # k and v in order are most of it
+    if 2 * math.prod(shapes.k) * shapes.dtype.itemsize > MOST_BYTES:  # k and v in order are most of it
         return False
     from rainfusion.backends.triton import triton_version
 
-    return triton_version() in TESTED_TRITON and not is_capturing(device) and not _watched()
+    return triton_version() in TESTED_TRITON
+
+
+def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
+    if plan.backend not in ("hopper", "triton") or inputs.mask is not None or plan.call.return_mask:
+        return False
+    return could_repeat(plan.method, plan.shapes) and not is_capturing(inputs.q.device) and not _watched()
 
 
 def _watched() -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+from rainfusion import replaying
 from rainfusion.backends.protocol import Backend, Speed
 from rainfusion.calls import Shapes
 from rainfusion.geometry import LayoutSpec
@@ -54,6 +55,8 @@ def why_dense(backend: Backend, method: Method, shapes: Shapes, specs: tuple[Lay
 
 
 def _host_time(speed: Speed, method: Method, shapes: Shapes) -> float:
+    if speed.host_again and replaying.could_repeat(method, shapes):
+        return speed.host_again
     options = (method.strategy == "rf_v2" and method.q_parts > 1, method.compensate, shapes.has_key_mask)
     return speed.host + sum(options) * speed.host_of_option
 
@@ -65,8 +68,8 @@ def times(speed: Speed, method: Method, shapes: Shapes, density: float) -> tuple
         density += math.ceil(blocks / method.k_block) / blocks
     batch, heads, q_len, head_dim = shapes.q
     flops = 4.0 * batch * heads * q_len * shapes.k_len * max(head_dim, 64)
-    # pool q; read and write k and v; pool the parts of k
-    of_k = 5 if method.strategy == "rf_v2" and method.q_parts > 1 else 4
+    # pool q; read and write k and v; pool the parts of k; read k and v once more to quantise them
+    of_k = 4 + (method.strategy == "rf_v2" and method.q_parts > 1) + 2 * (method.precision != "native")
     passes = (math.prod(shapes.q) + of_k * math.prod(shapes.k)) * shapes.dtype.itemsize
     dense = flops / speed.dense_rate + speed.dense_start
     return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.start

@@ -88,6 +88,7 @@ class Speed(NamedTuple):
     start: float  # seconds of launches, on the device
     host: float = 0.0  # seconds until a call has launched all of it
     host_of_option: float = 0.0  # more of them for submeans, for compensation and for a key mask, each
+    host_again: float = 0.0  # seconds of a call that is repeated, see `replaying`
 
 
 class Backend(Protocol):

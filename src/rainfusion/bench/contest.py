@@ -140,7 +140,9 @@ def measure(
     )  # dense ones come first, then sparse ones, then ours
     calls = [contender.calls for contender in contest.contenders]
     timings = timing.take_turns(calls, timing.clock_for(contest.device), repeats=repeats, seconds=seconds, tell=tell)
-    rows = contest.rows(timings, matmul_tflops)
+    tell("host")
+    hosts = [timing.host_milliseconds(contender.calls[0], contest.device) for contender in contest.contenders]
+    rows = contest.rows(timings, hosts, matmul_tflops)
     return Outcome(rows, contest.left_out, contest.broken)
 
 
@@ -339,7 +341,9 @@ class _Contest:
     # -----------------------------------------------------------------------------------------------------------------
     # rows
 
-    def rows(self, timings: Sequence[timing.Timing], matmul_tflops: float | None) -> list[Row]:
+    def rows(
+        self, timings: Sequence[timing.Timing], hosts: Sequence[float | None], matmul_tflops: float | None
+    ) -> list[Row]:
         """A row for each contender, in the order of the timings."""
         measured = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         pairs = list(zip(self.contenders, timings, strict=True))
@@ -348,7 +352,7 @@ class _Contest:
         best, cudnn = min(dense.values(), default=None), dense.get("cuDNN")
         q = self.sets[0][0]
         rows = []
-        for contender, t in pairs:
+        for (contender, t), host_ms in zip(pairs, hosts, strict=True):
             backend_name, _, stage = contender.name.rpartition(" ")
             kernel_ms = times.get(f"{backend_name} kernel{contender.precision}")
             around = contender.ours and stage != "kernel" and kernel_ms is not None
@@ -383,6 +387,7 @@ class _Contest:
                     allowed_error=None if verdict is None else verdict.allowed,
                     right=contender.right,
                     measured=measured,
+                    host_ms=host_ms,
                 )
             )
         return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, overload
 
@@ -68,6 +68,7 @@ class Row:
     allowed_error: float | None  # the most that `error_to_float64` may be
     right: bool  # whether it is not; True where nothing could be checked
     measured: str  # the time of measurement, in UTC
+    host_ms: float | None = None  # of the host, until all of it is launched; where a GPU works meanwhile
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -111,9 +112,12 @@ def read(path: Path, kind: Any = Row) -> list[Any]:
     """The rows of a file. ValueError says what is wrong with one of another kind, and in which line."""
     with open(path, newline="") as file:
         lines = list(csv.reader(file))
-    names = columns(kind)
-    if not lines or tuple(lines[0]) != names:
-        missing = [name for name in names if not lines or name not in lines[0]]
+    # files that were written before a column was added are without it
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    found = tuple(lines[0]) if lines else ()
+    names = tuple(name for name in columns(kind) if name in found or name not in optional)
+    if found != names:
+        missing = [name for name in names if name not in found]
         raise ValueError(f"{path} must have the columns of rainfusion bench --csv; missing: {', '.join(missing)}")
     types = get_type_hints(kind)
     rows = []
@@ -121,7 +125,7 @@ def read(path: Path, kind: Any = Row) -> list[Any]:
         if len(line) != len(names):
             raise ValueError(f"{path}, line {number}: must have {len(names)} values, got {len(line)}")
         try:
-            rows.append(kind(*(_parse(text, types[name]) for name, text in zip(names, line, strict=True))))
+            rows.append(kind(**{name: _parse(text, types[name]) for name, text in zip(names, line, strict=True)}))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return rows
@@ -201,6 +205,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "sparsity": lambda row: f"{row.sparsity:.2f}",
     "density": lambda row: f"{row.density:.3f}",
     "ms": lambda row: f"{row.ms:.3f}",
+    "host ms": lambda row: form(row.host_ms, ".3f"),
     "TFLOP/s": lambda row: f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2f}",
     "of matmul": lambda row: form(row.matmul_share, ".0%"),
     "vs best dense": lambda row: _speedup(row.speedup, row.right),

@@ -147,6 +147,19 @@ def take_turns(
     return [Timing.of(runner.times) for runner in runners]
 
 
+def host_milliseconds(call: Call, device: torch.device, rounds: int = 20) -> float | None:
+    """Of the host, until it has launched a call; None on a CPU, which does the work itself."""
+    if device.type != "cuda":
+        return None
+    times = []
+    for _ in range(rounds + 3):  # the first ones warm up
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times[3:])
+
+
 def copies_needed(inputs: Sequence[Tensor], cache_bytes: int, most: int = 16) -> int:
     """How many sets of these inputs to rotate among, so that a call does not find its own in the cache.
 
