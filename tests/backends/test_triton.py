@@ -522,8 +522,8 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     wide = data.draw(st.sampled_from([16, 64]))
     ranking.keep_best_kernel[(rows,)](
         memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
-        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, rows, columns, WIDE=wide,
-        PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
+        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, int(protected_k.sum()), rows,
+        columns, WIDE=wide, PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), expected)
 
@@ -543,7 +543,7 @@ def test_rf_v2_ranks_many_numbers(columns, wide, spread):
     indices = torch.empty(1, *scores.shape, dtype=torch.int16, device=DEVICE)
     flags = nothing.to(DEVICE, torch.uint8)
     ranking.keep_best_kernel[(2 * len(budgets),)](
-        scores.to(DEVICE), flags, flags, counts, indices, 0, budgets.to(DEVICE), len(budgets), columns, 2, columns,
+        scores.to(DEVICE), flags, flags, counts, indices, 0, budgets.to(DEVICE), len(budgets), columns, 0, 2, columns,
         WIDE=wide, PER_HEAD=True, FREE_ONLY=False, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), BlockMask.from_dense(expected[None]))

@@ -312,15 +312,37 @@ def _sort_key(x, m_valid):
 
 
 @triton.jit
+def _ranks(kept):
+    """Of each of the columns [N], how many up to it are kept, and how many are in all.
+
+    Columns are counted along the lanes of a warp, four sets of them in the bytes of one number.
+    """
+    LANES: tl.constexpr = min(32, kept.shape[0])
+    BYTES: tl.constexpr = min(4, kept.shape[0] // LANES)
+    sets = tl.reshape(kept, [kept.shape[0] // (LANES * BYTES), BYTES, LANES]).to(tl.uint32)
+    shift = 8 * tl.arange(0, BYTES)[None, :, None]
+    packed = tl.sum(sets << shift, 1)
+    each = tl.sum(packed, 1)
+    several = each * 0x01010101  # a byte has the sum of those up to it
+    number = several >> (8 * BYTES - 8) & 255
+    earlier = tl.cumsum(number, 0) - number
+    ranks = (tl.cumsum(packed, 1) + ((several - each)[:, None]))[:, None, :] >> shift & 255
+    ranks += earlier[:, None, None]
+    return tl.reshape(ranks, [kept.shape[0]]).to(tl.int32), tl.sum(number, 0).to(tl.int32)
+
+
+@triton.jit
 def _place_row(flags, count, p_list, NK, PART: tl.constexpr):
     """A row's list: kept columns ascending, then the others ascending. flags [PART]: bit i for column i * PART + ..."""
     earlier = 0
     for first in range(0, NK, PART):
         o_n = first + tl.arange(0, PART)
-        kept = ((flags >> (first // PART)) & 1).to(tl.int32)
-        rank = earlier + tl.cumsum(kept, 0)
+        kept = (flags & 1).to(tl.int32)
+        flags = flags >> 1
+        rank, number = _ranks(kept)
+        rank += earlier
         tl.store(p_list + tl.where(kept != 0, rank - 1, count + o_n - rank), o_n, mask=o_n < NK)
-        earlier += tl.sum(kept, 0)
+        earlier += number
 
 
 @triton.jit
@@ -346,21 +368,34 @@ def _row_keys(p_scores, protected, o_n, NK, FREE_ONLY: tl.constexpr):
 
 
 @triton.jit
+def _held_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.constexpr):
+    """Upper 31 bits of the keys of N columns; 0 past the end, where nothing is read."""
+    key = tl.zeros([N], tl.uint32)
+    if first < NK:
+        key = _row_keys(p_scores, protected, first + tl.arange(0, N), NK, FREE_ONLY)[0] >> 1
+    return key
+
+
+@triton.jit
 def _not_below(key, bound):
     """How many keys of 31 bits reach `bound`. The sign of a difference takes fewer instructions than comparing."""
     return key.shape[0] - tl.sum((key - bound) >> 31, 0).to(tl.int32)
 
 
 @triton.jit
-def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
+def _reached(held, starts, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
     """-> the largest key that `number` keys reach, or any that just so many reach; and how many do.
 
-    Keys have 31 bits, and are 0 where they are no candidates. head: those of the first columns; the others, if there
-    are, are read again in each step. The next guess is as if they lay evenly between the bounds, now and then the
-    middle, and always that in the end: so few steps usually, and never many.
+    Keys have 31 bits, and are 0 where they are no candidates. held: those of the first columns, in pieces from `starts`
+    on, so that the ones past the end take no time; the others, if there are, are read again in each step. The next
+    guess is nearer to the bound that is off by less, as their roots say, and the middle in the end: so few steps
+    usually, and never many.
     """
-    WIDE: tl.constexpr = head.shape[0]
-    low, high = tl.min(head - 1, 0), tl.max(head, 0)
+    WIDE: tl.constexpr = 4 * PART
+    low, high = tl.min(held[0] - 1, 0), tl.max(held[0], 0)
+    for i in tl.static_range(1, len(held)):
+        if starts[i] < NK:
+            low, high = tl.minimum(low, tl.min(held[i] - 1, 0)), tl.maximum(high, tl.max(held[i], 0))
     for first in range(WIDE, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
         key = key >> 1
@@ -370,11 +405,14 @@ def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constex
     reach = at_low
     step = 0
     while (reach != number) & (high - low > 1):
-        share = (at_low - number).to(tl.float32) / (at_low - at_high).to(tl.float32)
-        share = tl.where((step % 4 == 3) | (step > 12), 0.5, share)
+        above, below = tl.sqrt((at_low - number).to(tl.float32)), tl.sqrt((number - at_high).to(tl.float32))
+        share = tl.where(step > 12, 0.5, above / (above + below))
         guess = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        reach = _not_below(head, guess)
+        reach = _not_below(held[0], guess)
+        for i in tl.static_range(1, len(held)):
+            if starts[i] < NK:
+                reach += _not_below(held[i], guess)
         for first in range(WIDE, NK, PART):
             key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
             reach += _not_below(key >> 1, guess)
@@ -387,7 +425,7 @@ def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constex
 
 @triton.jit
 def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
-    """-> the `number`-th largest key, whose upper 31 bits are kth, and how many that equal it are still to be kept."""
+    """-> the `number`-th largest key, whose upper 31 bits are kth, and the column before which equals of it are kept."""
     above, reach = 0, 0  # keys with larger upper bits; and with those, the ones that end in 1
     for first in range(0, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
@@ -397,19 +435,27 @@ def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FR
         bound, left = kth * 2 + 1, number - above
     else:
         bound, left = kth * 2, number - reach
-    return bound, left
+    end = 0
+    for first in range(0, NK, PART):
+        o_n = first + tl.arange(0, PART)
+        key, _ = _row_keys(p_scores, protected, o_n, NK, FREE_ONLY)
+        tied = (key == bound) & (o_n < NK)
+        rank, tied_here = _ranks(tied.to(tl.int32))
+        end = tl.maximum(end, tl.max(tl.where(tied & (rank <= left), o_n + 1, 0), 0))
+        left -= tied_here
+    return bound, end
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def keep_best_kernel(
-    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, NQ, NK,
+    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, protected, NQ, NK,
     WIDE: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
 
     The first WIDE columns of a row are held in registers while it is ranked, all others are read PART by PART; there
     may be 64 * PART. PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not
-    protected. candidates: how many columns those are.
+    protected. candidates: how many columns those are; protected: how many are.
     """
     PART: tl.constexpr = WIDE // 4
     row = tl.program_id(0).to(tl.int64)
@@ -417,21 +463,36 @@ def keep_best_kernel(
     if PER_HEAD:
         number = tl.load(numbers + row // NQ % heads)
     number = tl.minimum(number, candidates)
-    head, _ = _row_keys(p_scores, protected_columns, tl.arange(0, WIDE), NK, FREE_ONLY)
-    kth, reach = _reached(head >> 1, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY)
-    bound, left = kth * 2 - 1, 0
-    if reach != number:  # the last bit, and the index, decide
-        bound, left = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
-    whole = tl.load(protected_rows + row % NQ) != 0
+    starts: tl.constexpr = (0, 2 * PART, 3 * PART)
+    half = _held_keys(p_scores, protected_columns, 0, NK, 2 * PART, FREE_ONLY)
+    third = _held_keys(p_scores, protected_columns, 2 * PART, NK, PART, FREE_ONLY)
+    fourth = _held_keys(p_scores, protected_columns, 3 * PART, NK, PART, FREE_ONLY)
+    kth, reach = _reached(
+        (half, third, fourth), starts, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY
+    )  # fmt: skip
+    parts = tl.cdiv(NK, PART)
+    o_n = tl.arange(0, PART)
     flags = tl.zeros([PART], tl.int64)
-    count = 0
-    for first in range(0, NK, PART):  # read again rather than kept in registers
-        o_n = first + tl.arange(0, PART)
-        key, always = _row_keys(p_scores, protected_columns, o_n, NK, FREE_ONLY)
-        kept, left = _above(key, bound, left)
-        kept = (kept | always | whole) & (o_n < NK)
-        flags = flags | (kept.to(tl.int64) << (first // PART))
-        count += tl.sum(kept.to(tl.int32), 0)
+    bound, end, again = kth * 2 - 1, 0, tl.minimum(parts, 4)  # parts from there on are read again
+    if reach == number:
+        kept = (tl.reshape(half, [2, PART]) > kth - 1).to(tl.int32) << tl.arange(0, 2)[:, None]
+        kept = tl.sum(kept, 0) | ((third > kth - 1).to(tl.int32) << 2) | ((fourth > kth - 1).to(tl.int32) << 3)
+        flags = kept.to(tl.int64)
+    else:  # the last bit, and the index, decide
+        bound, end = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
+        again = 0
+    for part in range(again, parts):
+        key, _ = _row_keys(p_scores, protected_columns, part * PART + o_n, NK, FREE_ONLY)
+        kept = (key > bound) | ((key == bound) & (part * PART + o_n < end))
+        flags = flags | (kept.to(tl.int64) << part)
+    count = number
+    for part in range(0, parts if protected != 0 else 0):
+        m_n = part * PART + o_n < NK
+        always = tl.load(protected_columns + part * PART + o_n, mask=m_n, other=0).to(tl.int64)
+        count += tl.sum((always & ~(flags >> part)).to(tl.int32) & 1, 0)
+        flags = flags | (always << part)
+    if tl.load(protected_rows + row % NQ) != 0:
+        flags, count = tl.full([PART], -1, tl.int64), NK
     tl.debug_barrier()  # every score was read before the list takes its place
     tl.store(counts + row, count)
     _place_row(flags, count, indices + row * NK, NK, PART)
