@@ -611,6 +611,27 @@ def test_nan_in_a_key_is_kept_and_shows(name, sign):
     assert out[0, 1, :140].isnan().all() != kwargs.get("is_causal", False)
 
 
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("kind", ["nan in k", "inf in k", "nan in q", "overflow", "large", "huge"])
+@pytest.mark.parametrize("predictor", ["submeans", "spread"])
+def test_masses_of_parts_with_logits_of_any_size(predictor, kind, scale):
+    """Of one row in a tile, and of many tiles of keys: only some of them look for what is not finite."""
+    q, k, _ = qkv(1, 1, 300, 16, k_len=64 * 20)
+    if kind == "nan in q":
+        q[0, 0, 77, 5] = math.nan
+    elif kind == "large":
+        q[0, 0, 64:128] *= 1e4
+    elif kind == "huge":
+        q[0, 0, 64:128] *= 1e30
+    elif kind == "overflow":  # of one sign: infinities of both would add up to NaN, or not, as sums are ordered
+        q[0, 0, 64:128], k[0, 0, 140] = 1e20, 1e20
+    else:
+        k[0, 0, 140, 3] = math.nan if kind == "nan in k" else math.inf
+    kwargs = dict(RF_V2_64, predictor=predictor, scale=scale)
+    mask = predict_mask(q.to(DEVICE), k.to(DEVICE), **kwargs, backend="triton")
+    assert same(mask, predict_mask(q, k, **kwargs, backend="reference"))
+
+
 @pytest.mark.parametrize("name", ["rf_v2 in 64s", "ada_bsa"])
 def test_nan_in_a_query_shows_in_its_row(name):
     kwargs, q_len, k_len = CALLS[name]

@@ -369,10 +369,16 @@ def _row_keys(p_scores, protected, o_n, NK, FREE_ONLY: tl.constexpr):
 
 @triton.jit
 def _held_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.constexpr):
-    """Upper 31 bits of the keys of N columns; 0 past the end, where nothing is read."""
+    """Upper 31 bits of the keys of N columns; 0 past the end, and nothing is read if all of them are."""
     key = tl.zeros([N], tl.uint32)
-    if first < NK:
-        key = _row_keys(p_scores, protected, first + tl.arange(0, N), NK, FREE_ONLY)[0] >> 1
+    o_n = tl.arange(0, N)
+    if first + N <= NK:  # with all columns there it takes half the instructions
+        key = _sort_key(tl.load(p_scores + first + o_n), True)
+        if FREE_ONLY:
+            key = tl.where(tl.load(protected + first + o_n) != 0, 0, key).to(tl.uint32)
+        key = key >> 1
+    elif first < NK:
+        key = _row_keys(p_scores, protected, first + o_n, NK, FREE_ONLY)[0] >> 1
     return key
 
 
