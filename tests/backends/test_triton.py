@@ -517,12 +517,13 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     short = data.draw(st.booleans())
     # the list takes the scores' place, or is shorter
     indices = torch.empty_like(memory, dtype=torch.int16) if short else memory.view(torch.int32)
-    candidates = columns - int(protected_k.sum()) if free_only else columns
+    free = int((~protected_k).sum())
+    candidates = free if free_only else columns
     # a row in registers, or in part, or with more parts than those
     wide = data.draw(st.sampled_from([16, 64]))
     ranking.keep_best_kernel[(rows,)](
         memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
-        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, int(protected_k.sum()), rows,
+        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, columns - free, rows,
         columns, WIDE=wide, PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), expected)

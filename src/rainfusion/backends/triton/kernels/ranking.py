@@ -57,14 +57,14 @@ def _normaliser(b_s, b_m, b_l, scale):
 
 @triton.jit
 def _finished(b_m, b_l, m_row):
-    """-> rows' maxima, and log2 of their sums; +inf for rows of padding and those that see no key: they have no mass."""
+    """-> rows' maxima, and log2 of their sums: +inf for rows of padding, and that see no key, which have no mass."""
     b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
     return b_base, tl.where((b_l > 0) & m_row, tl.math.log2(tl.where(b_l > 0, b_l, 1.0)), float("inf"))
 
 
 @triton.jit
 def _lane_rows(BM: tl.constexpr, PARTS: tl.constexpr):
-    """int32 [BM]: which of the rows of blocks of PARTS each column of a product has, so that sums over blocks are cheap.
+    """int32 [BM]: which row of blocks of PARTS each column of a product has, so that sums over blocks are cheap.
 
     Of every eight columns of a product a lane holds two, the same two in each: all that it has are rows of one block,
     or of several, and only blocks of more than BM / 4 rows are shared between lanes.
@@ -170,7 +170,8 @@ def part_mass_kernel(
 
     One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses. There
     the product is transposed, so that a lane has whole blocks of q to sum over. Only the last tile is careful of parts
-    without keys, and of NaN and infinities; all tiles are if a row shows that there are some.
+    without keys, and of NaN and infinities; all tiles are if a row has shown some, with a key mask, or if the scale is
+    not positive, when the largest product is not the largest logit.
     """
     HAS_LIVE: tl.constexpr = live is not None
     SQUARES: tl.constexpr = spreads is not None
@@ -193,6 +194,7 @@ def part_mass_kernel(
     if not HAS_LIVE:
         whole = tl.where(scale_log2 > 0, whole, 0)
         b_m, b_l = _part_normaliser(b_q, p_k, p_live, b_m, b_l, 0, whole, parts_k, scale_log2, D, BN, False, PRECISION)
+        # NaN and infinities show here; of very large logits one multiply-add would have too few digits left
         if tl.min(((tl.abs(b_m) < 4096.0) & (b_l == b_l)).to(tl.int32), 0) == 0:
             whole = 0
             b_m = tl.full([BM], float("-inf"), tl.float32)
@@ -431,7 +433,7 @@ def _reached(held, starts, p_scores, protected, number, candidates, NK, PART: tl
 
 @triton.jit
 def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
-    """-> the `number`-th largest key, whose upper 31 bits are kth, and the column before which equals of it are kept."""
+    """-> the `number`-th largest key, whose upper 31 bits are kth, and the column before which equals are kept."""
     above, reach = 0, 0  # keys with larger upper bits; and with those, the ones that end in 1
     for first in range(0, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
