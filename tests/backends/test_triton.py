@@ -517,13 +517,14 @@ def test_rf_v2_ranks_any_number(data, rows, columns, seed):
     short = data.draw(st.booleans())
     # the list takes the scores' place, or is shorter
     indices = torch.empty_like(memory, dtype=torch.int16) if short else memory.view(torch.int32)
-    candidates = columns - int(protected_k.sum()) if free_only else columns
+    free = int((~protected_k).sum())
+    candidates = free if free_only else columns
     # a row in registers, or in part, or with more parts than those
     wide = data.draw(st.sampled_from([16, 64]))
     ranking.keep_best_kernel[(rows,)](
         memory, protected_q.to(DEVICE, torch.uint8), protected_k.to(DEVICE, torch.uint8), counts, indices,
-        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, rows, columns, WIDE=wide,
-        PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
+        0 if per_head else number, numbers.to(DEVICE) if per_head else None, 1, candidates, columns - free, rows,
+        columns, WIDE=wide, PER_HEAD=per_head, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), expected)
 
@@ -543,7 +544,7 @@ def test_rf_v2_ranks_many_numbers(columns, wide, spread):
     indices = torch.empty(1, *scores.shape, dtype=torch.int16, device=DEVICE)
     flags = nothing.to(DEVICE, torch.uint8)
     ranking.keep_best_kernel[(2 * len(budgets),)](
-        scores.to(DEVICE), flags, flags, counts, indices, 0, budgets.to(DEVICE), len(budgets), columns, 2, columns,
+        scores.to(DEVICE), flags, flags, counts, indices, 0, budgets.to(DEVICE), len(budgets), columns, 0, 2, columns,
         WIDE=wide, PER_HEAD=True, FREE_ONLY=False, num_warps=1,
     )  # fmt: skip
     assert same(BlockMask(counts, indices.int()), BlockMask.from_dense(expected[None]))
@@ -609,6 +610,27 @@ def test_nan_in_a_key_is_kept_and_shows(name, sign):
     assert not out[0, 0].isnan().any()
     assert out[0, 1, 140:].isnan().all()
     assert out[0, 1, :140].isnan().all() != kwargs.get("is_causal", False)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("kind", ["nan in k", "inf in k", "nan in q", "overflow", "large", "huge"])
+@pytest.mark.parametrize("predictor", ["submeans", "spread"])
+def test_masses_of_parts_with_logits_of_any_size(predictor, kind, scale):
+    """Of one row in a tile, and of many tiles of keys: only some of them look for what is not finite."""
+    q, k, _ = qkv(1, 1, 300, 16, k_len=64 * 20)
+    if kind == "nan in q":
+        q[0, 0, 77, 5] = math.nan
+    elif kind == "large":
+        q[0, 0, 64:128] *= 1e4
+    elif kind == "huge":
+        q[0, 0, 64:128] *= 1e30
+    elif kind == "overflow":  # of one sign: infinities of both would add up to NaN, or not, as sums are ordered
+        q[0, 0, 64:128], k[0, 0, 140] = 1e20, 1e20
+    else:
+        k[0, 0, 140, 3] = math.nan if kind == "nan in k" else math.inf
+    kwargs = dict(RF_V2_64, predictor=predictor, scale=scale)
+    mask = predict_mask(q.to(DEVICE), k.to(DEVICE), **kwargs, backend="triton")
+    assert same(mask, predict_mask(q, k, **kwargs, backend="reference"))
 
 
 @pytest.mark.parametrize("name", ["rf_v2 in 64s", "ada_bsa"])

@@ -383,13 +383,14 @@ def _keep_best(
         several = budget_table.on_device(budgets, scores.device)
     else:
         one = budgets[0]
-    candidates = columns - request.k_layout.num_protected if free_only else columns
+    protected = request.k_layout.num_protected
     wide = _RANKED // request.method.k_block
     launch(
         ranking.keep_best_kernel, batch * heads * rows,
         scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected), counts, indices, one,
-        several, 1 if several is None else len(several), candidates, rows, columns,
-        WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=max(1, wide // 2048),
+        several, 1 if several is None else len(several), columns - protected if free_only else columns, protected,
+        rows, columns,
+        WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=1,
     )  # fmt: skip
 
 

@@ -47,68 +47,113 @@ def _shown(b_s):
 
 
 @triton.jit
-def _normaliser(b_s, b_m, b_l):
-    """Rows' maxima and sums of exponentials -> with logits b_s too, in units of log2."""
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+def _normaliser(b_s, b_m, b_l, scale):
+    """Rows' maxima and sums of exponentials -> with logits b_s * scale too, in units of log2. scale: positive."""
+    b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale)
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.math.exp2(b_s - b_base[:, None])
+    b_p = tl.math.exp2(tl.fma(b_s, scale, -b_base[:, None]))
     return b_new, b_l * tl.math.exp2(b_m - b_base) + tl.sum(b_p, 1)
 
 
 @triton.jit
 def _finished(b_m, b_l, m_row):
-    """-> what to subtract from a row's logits, and its factor; rows of padding, and those that see no key, have 0."""
+    """-> rows' maxima, and log2 of their sums: +inf for rows of padding, and that see no key, which have no mass."""
     b_base = tl.where(b_m == float("-inf"), 0.0, b_m)
-    return b_base, tl.where((b_l > 0) & m_row, 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)
+    return b_base, tl.where((b_l > 0) & m_row, tl.math.log2(tl.where(b_l > 0, b_l, 1.0)), float("inf"))
 
 
 @triton.jit
-def _rows_of_blocks(BM: tl.constexpr, ROWS: tl.constexpr):
-    """int32 [BM]: which of the rows of blocks of ROWS each row of a tile has, so that sums over blocks are cheap.
+def _lane_rows(BM: tl.constexpr, PARTS: tl.constexpr):
+    """int32 [BM]: which row of blocks of PARTS each column of a product has, so that sums over blocks are cheap.
+
+    Of every eight columns of a product a lane holds two, the same two in each: all that it has are rows of one block,
+    or of several, and only blocks of more than BM / 4 rows are shared between lanes.
+    """
+    OWN: tl.constexpr = min(PARTS, BM // 4)  # rows of a block that a lane has
+    SHARE: tl.constexpr = PARTS // OWN  # lanes to a block
+    EACH: tl.constexpr = BM // 4 // OWN  # blocks to a lane
+    o_m = tl.arange(0, BM)
+    lane, own = o_m % 8 // 2, o_m // 8 * 2 + o_m % 2
+    return ((lane // SHARE * EACH + own // OWN) * SHARE + lane % SHARE) * OWN + own % OWN
+
+
+@triton.jit
+def _lane_blocks(BM: tl.constexpr, PARTS: tl.constexpr):
+    """int32 [BM // PARTS]: which block each of `_lane_sums` is of."""
+    SHARE: tl.constexpr = PARTS // min(PARTS, BM // 4)
+    o_i = tl.arange(0, BM // PARTS)
+    return o_i % (4 // SHARE) * (BM // PARTS // (4 // SHARE)) + o_i // (4 // SHARE)
+
+
+@triton.jit
+def _lane_sums(b_p, PARTS: tl.constexpr):
+    """Sums over the columns of each block: [N, BM], in the order of `_lane_rows` -> [N, BM // PARTS]."""
+    N: tl.constexpr = b_p.shape[0]
+    BM: tl.constexpr = b_p.shape[1]
+    OWN: tl.constexpr = min(PARTS, BM // 4)
+    SHARE: tl.constexpr = PARTS // OWN
+    b_p = tl.reshape(b_p, [N, BM // 4 // OWN, OWN // 2, 4 // SHARE, SHARE, 2])
+    return tl.reshape(tl.sum(tl.sum(tl.sum(b_p, 5), 2), 3), [N, BM // PARTS])
+
+
+@triton.jit
+def _near_rows(BN: tl.constexpr, PARTS: tl.constexpr):
+    """int32 [BN]: which of the rows of blocks of PARTS, 1 to 16, each row of a product has: sums over them are cheap.
 
     A lane holds two rows of a product, eight apart: they are the halves of a block, whose other rows are next to them.
     """
-    NEAR: tl.constexpr = ROWS // 2
-    o_m = tl.arange(0, BM)
-    return (o_m // 16 * (8 // NEAR) + o_m % 8 // NEAR) * ROWS + o_m // 8 % 2 * NEAR + o_m % NEAR
+    NEAR: tl.constexpr = max(1, PARTS // 2)
+    o_n = tl.arange(0, BN)
+    if PARTS > 1:
+        o_n = (o_n // 16 * (8 // NEAR) + o_n % 8 // NEAR) * PARTS + o_n // 8 % 2 * NEAR + o_n % NEAR
+    return o_n
 
 
 @triton.jit
-def _block_sums(b_s, b_base, b_norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARES: tl.constexpr):
-    """Probabilities summed over ROWS x COLUMNS of a block pair: [BM, BN] -> [BM // ROWS, BN // COLUMNS].
-
-    Rows in the order of `_rows_of_blocks`, 2 to 16 to a block. SQUARES: over rows, of what was summed over columns.
-    """
-    NEAR: tl.constexpr = ROWS // 2
-    b_p = tl.math.exp2(b_s - b_base[:, None]) * b_norm[:, None]
-    b_p = tl.reshape(b_p, [b_s.shape[0] // 16, 2, 8 // NEAR, NEAR, b_s.shape[1] // COLUMNS, COLUMNS])
-    if SQUARES:
-        b_p = tl.sum(b_p, 5)
-        b_p = tl.sum(tl.sum(b_p * b_p, 1), 2)
-    else:
-        b_p = tl.sum(tl.sum(tl.sum(b_p, 1), 4), 2)
-    return tl.reshape(b_p, [b_s.shape[0] // ROWS, b_s.shape[1] // COLUMNS])
+def _near_sums(b_p, PARTS: tl.constexpr):
+    """Sums over the rows of each block: [BN, M], in the order of `_near_rows` -> [BN // PARTS, M]."""
+    NEAR: tl.constexpr = max(1, PARTS // 2)
+    if PARTS > 1:
+        BN: tl.constexpr = b_p.shape[0]
+        M: tl.constexpr = b_p.shape[1]
+        b_p = tl.reshape(b_p, [BN // 16, 2, 8 // NEAR, NEAR, M])
+        b_p = tl.reshape(tl.sum(tl.sum(b_p, 1), 2), [BN // PARTS, M])
+    return b_p
 
 
 @triton.jit
-def _part_logits(
-    b_q, p_k, live, o_n, o_d, end, scale_log2, D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):
-    """[BM, BN] of means b_q [BM, D_PAD] and those of parts o_n [BN] of the keys, in units of log2.
-
-    MASKED: -inf where a part has no key, which those from `end` on have not, nor those where `live` is 0.
-    """
+def _part_means(p_k, o_n, o_d, end, D: tl.constexpr, CAREFUL: tl.constexpr):
+    """Means of parts o_n [BN] of the keys: [BN, D_PAD]."""
     m_k = (o_d < D)[None, :]
-    if MASKED:
+    if CAREFUL:
         m_k = m_k & (o_n < end)[:, None]
-    b_k = tl.load(p_k + o_n[:, None] * D + o_d[None, :], mask=m_k, other=0.0)
-    b_s = _shown(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2)
-    if MASKED:
-        m_n = o_n < end
-        if live is not None:
-            m_n = tl.load(live + o_n, mask=m_n, other=0) != 0
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    return b_s
+    return tl.load(p_k + o_n[:, None] * D + o_d[None, :], mask=m_k, other=0.0)
+
+
+@triton.jit
+def _careful(b_s, scale, live, o_n, end, DIM: tl.constexpr):
+    """b_s * scale; -inf where a part o_n, along axis DIM, has no key: those from `end` on, and where `live` is 0."""
+    m_n = o_n < end
+    if live is not None:
+        m_n = tl.load(live + o_n, mask=m_n, other=0) != 0
+    return tl.where(tl.expand_dims(m_n, 1 - DIM), _shown(b_s * scale), float("-inf"))
+
+
+@triton.jit
+def _part_normaliser(
+    b_q, p_k, live, b_m, b_l, begin, end, last, scale, D: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_normaliser` over the parts of keys from `begin` to `end`."""
+    o_d = tl.arange(0, b_q.shape[1])
+    for first in range(begin, end, BN):
+        o_n = first + tl.arange(0, BN)
+        b_s = tl.dot(b_q, tl.trans(_part_means(p_k, o_n, o_d, last, D, CAREFUL)), input_precision=PRECISION)
+        if CAREFUL:
+            b_m, b_l = _normaliser(_careful(b_s, scale, live, o_n, last, 1), b_m, b_l, 1.0)
+        else:
+            b_m, b_l = _normaliser(b_s, b_m, b_l, scale)
+    return b_m, b_l
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
@@ -120,9 +165,13 @@ def part_mass_kernel(
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
     With spreads fp32 [B, Hk, NK]: spreads[j]^2 * sum over a of (sum over b of softmax_b)^2.
-    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
     means [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
     padding; live uint8 [B, NK * K_PARTS]: parts with a key left, or None -> fp32 [B, H, NQ, NK].
+
+    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses. There
+    the product is transposed, so that a lane has whole blocks of q to sum over. Only the last tile is careful of parts
+    without keys, and of NaN and infinities; all tiles are if a row has shown some, with a key mask, or if the scale is
+    not positive, when the largest product is not the largest logit.
     """
     HAS_LIVE: tl.constexpr = live is not None
     SQUARES: tl.constexpr = spreads is not None
@@ -130,7 +179,7 @@ def part_mass_kernel(
     tiles_m = tl.cdiv(NQ * PARTS, BM)
     bh, tile = pid // tiles_m, pid % tiles_m
     b, h = bh // H, bh % H
-    o_m = tile * BM + _rows_of_blocks(BM, PARTS)
+    o_m = tile * BM + _lane_rows(BM, PARTS)
     o_d = tl.arange(0, D_PAD)
     p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
@@ -140,30 +189,37 @@ def part_mass_kernel(
     whole = parts_k // BN * BN  # tiles before it have keys in every part
     if HAS_LIVE:
         p_live, whole = live + b * NK * K_PARTS, 0
-    o_b = tl.arange(0, BN)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    for masked in tl.static_range(1 if HAS_LIVE else 0, 2):
-        for first in range(whole if masked == 1 else 0, parts_k if masked == 1 else whole, BN):
-            b_s = _part_logits(
-                b_q, p_k, p_live, first + o_b, o_d, parts_k, scale_log2, D, masked == 1, PRECISION
-            )  # fmt: skip
-            b_m, b_l = _normaliser(b_s, b_m, b_l)
-    b_base, b_norm = _finished(b_m, b_l, o_m < parts_q)
-    o_i = tile * (BM // PARTS) + tl.arange(0, BM // PARTS)
-    for masked in tl.static_range(1 if HAS_LIVE else 0, 2):
-        for first in range(whole if masked == 1 else 0, parts_k if masked == 1 else whole, BN):
-            b_s = _part_logits(
-                b_q, p_k, p_live, first + o_b, o_d, parts_k, scale_log2, D, masked == 1, PRECISION
-            )  # fmt: skip
+    if not HAS_LIVE:
+        whole = tl.where(scale_log2 > 0, whole, 0)
+        b_m, b_l = _part_normaliser(b_q, p_k, p_live, b_m, b_l, 0, whole, parts_k, scale_log2, D, BN, False, PRECISION)
+        # NaN and infinities show here; of very large logits one multiply-add would have too few digits left
+        if tl.min(((tl.abs(b_m) < 4096.0) & (b_l == b_l)).to(tl.int32), 0) == 0:
+            whole = 0
+            b_m = tl.full([BM], float("-inf"), tl.float32)
+            b_l = tl.zeros([BM], tl.float32)
+    b_m, b_l = _part_normaliser(b_q, p_k, p_live, b_m, b_l, whole, parts_k, parts_k, scale_log2, D, BN, True, PRECISION)
+    b_base, b_log = _finished(b_m, b_l, o_m < parts_q)
+    o_i = tile * (BM // PARTS) + _lane_blocks(BM, PARTS)
+    for careful in tl.static_range(1 if HAS_LIVE else 0, 2):
+        for first in range(whole if careful == 1 else 0, parts_k if careful == 1 else whole, BN):
+            o_n = first + _near_rows(BN, K_PARTS)
+            b_k = _part_means(p_k, o_n, o_d, parts_k, D, careful == 1)
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+            if careful == 1:
+                b_s = _careful(b_s, scale_log2, p_live, o_n, parts_k, 0) - b_base[None, :] - b_log[None, :]
+            else:
+                b_s = tl.fma(b_s, scale_log2, -(b_base + b_log)[None, :])
+            b_p = _near_sums(tl.math.exp2(b_s), K_PARTS)
             o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
-            p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
-            m_out = (o_i < NQ)[:, None] & (o_j < NK)[None, :]
-            b_mass = _block_sums(b_s, b_base, b_norm, PARTS, K_PARTS, SQUARES)
+            m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
             if SQUARES:
                 b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
-                b_mass = b_mass * (b_spread * b_spread)[None, :]
-            tl.store(p_out, b_mass, mask=m_out)
+                b_mass = _lane_sums(b_p * b_p, PARTS) * (b_spread * b_spread)[:, None]
+            else:
+                b_mass = _lane_sums(b_p, PARTS)
+            tl.store(mass + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_mass, mask=m_out)
 
 
 @triton.jit
@@ -227,8 +283,9 @@ def group_mass_kernel(
             p_q, p_k, p_live, q_stride_s, k_stride_s, o_m, o_n, Sq, Sk, NK * GROUPS,
             scale_log2, UNIT, D, BM, BN, BD, IS_CAUSAL, PRECISION,
         )  # fmt: skip
-        b_m, b_l = _normaliser(b_s, b_m, b_l)
-    b_base, b_norm = _finished(b_m, b_l, o_m * 8 < Sq)
+        b_m, b_l = _normaliser(b_s, b_m, b_l, 1.0)
+    b_base, b_log = _finished(b_m, b_l, o_m * 8 < Sq)
+    b_norm = tl.math.exp2(-b_log)
     o_i = tile * (BM // GROUPS) + tl.arange(0, BM // GROUPS)
     for first in range(0, tl.cdiv(NK * GROUPS, BN) * BN, BN):
         b_sum = tl.zeros([BM // GROUPS, BN // GROUPS], tl.float32)
@@ -238,7 +295,9 @@ def group_mass_kernel(
                 p_q, p_k, p_live, q_stride_s, k_stride_s, o_m, o_n, Sq, Sk, NK * GROUPS,
                 scale_log2, UNIT, D, BM, BN, BD, IS_CAUSAL, PRECISION,
             )  # fmt: skip
-            b_sum = _block_sums(b_s, b_base, b_norm, GROUPS, GROUPS, False)
+            b_p = tl.math.exp2(b_s - b_base[:, None]) * b_norm[:, None]
+            b_p = tl.reshape(b_p, [BM // GROUPS, GROUPS, BN // GROUPS, GROUPS])
+            b_sum = tl.sum(tl.sum(b_p, 1), 2)
         o_j = first // GROUPS + tl.arange(0, BN // GROUPS)
         p_out = mass + (bh * NQ + o_i)[:, None] * NK + o_j[None, :]
         tl.store(p_out, b_sum, mask=(o_i < NQ)[:, None] & (o_j < NK)[None, :])
@@ -255,15 +314,37 @@ def _sort_key(x, m_valid):
 
 
 @triton.jit
+def _ranks(kept):
+    """Of each of the columns [N], how many up to it are kept, and how many are in all.
+
+    Columns are counted along the lanes of a warp, four sets of them in the bytes of one number.
+    """
+    LANES: tl.constexpr = min(32, kept.shape[0])
+    BYTES: tl.constexpr = min(4, kept.shape[0] // LANES)
+    sets = tl.reshape(kept, [kept.shape[0] // (LANES * BYTES), BYTES, LANES]).to(tl.uint32)
+    shift = 8 * tl.arange(0, BYTES)[None, :, None]
+    packed = tl.sum(sets << shift, 1)
+    each = tl.sum(packed, 1)
+    several = each * 0x01010101  # a byte has the sum of those up to it
+    number = several >> (8 * BYTES - 8) & 255
+    earlier = tl.cumsum(number, 0) - number
+    ranks = (tl.cumsum(packed, 1) + ((several - each)[:, None]))[:, None, :] >> shift & 255
+    ranks += earlier[:, None, None]
+    return tl.reshape(ranks, [kept.shape[0]]).to(tl.int32), tl.sum(number, 0).to(tl.int32)
+
+
+@triton.jit
 def _place_row(flags, count, p_list, NK, PART: tl.constexpr):
     """A row's list: kept columns ascending, then the others ascending. flags [PART]: bit i for column i * PART + ..."""
     earlier = 0
     for first in range(0, NK, PART):
         o_n = first + tl.arange(0, PART)
-        kept = ((flags >> (first // PART)) & 1).to(tl.int32)
-        rank = earlier + tl.cumsum(kept, 0)
+        kept = (flags & 1).to(tl.int32)
+        flags = flags >> 1
+        rank, number = _ranks(kept)
+        rank += earlier
         tl.store(p_list + tl.where(kept != 0, rank - 1, count + o_n - rank), o_n, mask=o_n < NK)
-        earlier += tl.sum(kept, 0)
+        earlier += number
 
 
 @triton.jit
@@ -289,21 +370,40 @@ def _row_keys(p_scores, protected, o_n, NK, FREE_ONLY: tl.constexpr):
 
 
 @triton.jit
+def _held_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.constexpr):
+    """Upper 31 bits of the keys of N columns; 0 past the end, and nothing is read if all of them are."""
+    key = tl.zeros([N], tl.uint32)
+    o_n = tl.arange(0, N)
+    if first + N <= NK:  # with all columns there it takes half the instructions
+        key = _sort_key(tl.load(p_scores + first + o_n), True)
+        if FREE_ONLY:
+            key = tl.where(tl.load(protected + first + o_n) != 0, 0, key).to(tl.uint32)
+        key = key >> 1
+    elif first < NK:
+        key = _row_keys(p_scores, protected, first + o_n, NK, FREE_ONLY)[0] >> 1
+    return key
+
+
+@triton.jit
 def _not_below(key, bound):
     """How many keys of 31 bits reach `bound`. The sign of a difference takes fewer instructions than comparing."""
     return key.shape[0] - tl.sum((key - bound) >> 31, 0).to(tl.int32)
 
 
 @triton.jit
-def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
+def _reached(held, starts, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
     """-> the largest key that `number` keys reach, or any that just so many reach; and how many do.
 
-    Keys have 31 bits, and are 0 where they are no candidates. head: those of the first columns; the others, if there
-    are, are read again in each step. The next guess is as if they lay evenly between the bounds, now and then the
-    middle, and always that in the end: so few steps usually, and never many.
+    Keys have 31 bits, and are 0 where they are no candidates. held: those of the first columns, in pieces from `starts`
+    on, so that the ones past the end take no time; the others, if there are, are read again in each step. The next
+    guess is nearer to the bound that is off by less, as their roots say, and the middle in the end: so few steps
+    usually, and never many.
     """
-    WIDE: tl.constexpr = head.shape[0]
-    low, high = tl.min(head - 1, 0), tl.max(head, 0)
+    WIDE: tl.constexpr = 4 * PART
+    low, high = tl.min(held[0] - 1, 0), tl.max(held[0], 0)
+    for i in tl.static_range(1, len(held)):
+        if starts[i] < NK:
+            low, high = tl.minimum(low, tl.min(held[i] - 1, 0)), tl.maximum(high, tl.max(held[i], 0))
     for first in range(WIDE, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
         key = key >> 1
@@ -313,11 +413,14 @@ def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constex
     reach = at_low
     step = 0
     while (reach != number) & (high - low > 1):
-        share = (at_low - number).to(tl.float32) / (at_low - at_high).to(tl.float32)
-        share = tl.where((step % 4 == 3) | (step > 12), 0.5, share)
+        above, below = tl.sqrt((at_low - number).to(tl.float32)), tl.sqrt((number - at_high).to(tl.float32))
+        share = tl.where(step > 12, 0.5, above / (above + below))
         guess = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        reach = _not_below(head, guess)
+        reach = _not_below(held[0], guess)
+        for i in tl.static_range(1, len(held)):
+            if starts[i] < NK:
+                reach += _not_below(held[i], guess)
         for first in range(WIDE, NK, PART):
             key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
             reach += _not_below(key >> 1, guess)
@@ -330,7 +433,7 @@ def _reached(head, p_scores, protected, number, candidates, NK, PART: tl.constex
 
 @triton.jit
 def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
-    """-> the `number`-th largest key, whose upper 31 bits are kth, and how many that equal it are still to be kept."""
+    """-> the `number`-th largest key, whose upper 31 bits are kth, and the column before which equals are kept."""
     above, reach = 0, 0  # keys with larger upper bits; and with those, the ones that end in 1
     for first in range(0, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
@@ -340,19 +443,27 @@ def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FR
         bound, left = kth * 2 + 1, number - above
     else:
         bound, left = kth * 2, number - reach
-    return bound, left
+    end = 0
+    for first in range(0, NK, PART):
+        o_n = first + tl.arange(0, PART)
+        key, _ = _row_keys(p_scores, protected, o_n, NK, FREE_ONLY)
+        tied = (key == bound) & (o_n < NK)
+        rank, tied_here = _ranks(tied.to(tl.int32))
+        end = tl.maximum(end, tl.max(tl.where(tied & (rank <= left), o_n + 1, 0), 0))
+        left -= tied_here
+    return bound, end
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def keep_best_kernel(
-    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, NQ, NK,
+    scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, protected, NQ, NK,
     WIDE: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
 
     The first WIDE columns of a row are held in registers while it is ranked, all others are read PART by PART; there
     may be 64 * PART. PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not
-    protected. candidates: how many columns those are.
+    protected. candidates: how many columns those are; protected: how many are.
     """
     PART: tl.constexpr = WIDE // 4
     row = tl.program_id(0).to(tl.int64)
@@ -360,21 +471,36 @@ def keep_best_kernel(
     if PER_HEAD:
         number = tl.load(numbers + row // NQ % heads)
     number = tl.minimum(number, candidates)
-    head, _ = _row_keys(p_scores, protected_columns, tl.arange(0, WIDE), NK, FREE_ONLY)
-    kth, reach = _reached(head >> 1, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY)
-    bound, left = kth * 2 - 1, 0
-    if reach != number:  # the last bit, and the index, decide
-        bound, left = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
-    whole = tl.load(protected_rows + row % NQ) != 0
+    starts: tl.constexpr = (0, 2 * PART, 3 * PART)
+    half = _held_keys(p_scores, protected_columns, 0, NK, 2 * PART, FREE_ONLY)
+    third = _held_keys(p_scores, protected_columns, 2 * PART, NK, PART, FREE_ONLY)
+    fourth = _held_keys(p_scores, protected_columns, 3 * PART, NK, PART, FREE_ONLY)
+    kth, reach = _reached(
+        (half, third, fourth), starts, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY
+    )  # fmt: skip
+    parts = tl.cdiv(NK, PART)
+    o_n = tl.arange(0, PART)
     flags = tl.zeros([PART], tl.int64)
-    count = 0
-    for first in range(0, NK, PART):  # read again rather than kept in registers
-        o_n = first + tl.arange(0, PART)
-        key, always = _row_keys(p_scores, protected_columns, o_n, NK, FREE_ONLY)
-        kept, left = _above(key, bound, left)
-        kept = (kept | always | whole) & (o_n < NK)
-        flags = flags | (kept.to(tl.int64) << (first // PART))
-        count += tl.sum(kept.to(tl.int32), 0)
+    bound, end, again = kth * 2 - 1, 0, tl.minimum(parts, 4)  # parts from there on are read again
+    if reach == number:
+        kept = (tl.reshape(half, [2, PART]) > kth - 1).to(tl.int32) << tl.arange(0, 2)[:, None]
+        kept = tl.sum(kept, 0) | ((third > kth - 1).to(tl.int32) << 2) | ((fourth > kth - 1).to(tl.int32) << 3)
+        flags = kept.to(tl.int64)
+    else:  # the last bit, and the index, decide
+        bound, end = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
+        again = 0
+    for part in range(again, parts):
+        key, _ = _row_keys(p_scores, protected_columns, part * PART + o_n, NK, FREE_ONLY)
+        kept = (key > bound) | ((key == bound) & (part * PART + o_n < end))
+        flags = flags | (kept.to(tl.int64) << part)
+    count = number
+    for part in range(0, parts if protected != 0 else 0):
+        m_n = part * PART + o_n < NK
+        always = tl.load(protected_columns + part * PART + o_n, mask=m_n, other=0).to(tl.int64)
+        count += tl.sum((always & ~(flags >> part)).to(tl.int32) & 1, 0)
+        flags = flags | (always << part)
+    if tl.load(protected_rows + row % NQ) != 0:
+        flags, count = tl.full([PART], -1, tl.int64), NK
     tl.debug_barrier()  # every score was read before the list takes its place
     tl.store(counts + row, count)
     _place_row(flags, count, indices + row * NK, NK, PART)

@@ -88,7 +88,9 @@ def part_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -
     if itemsize == 2:
         if head_dim > 128:
             return Tile(64, 32, 4, 1)
-        return Tile(64, 64, 4, 3 if _roomy(capability) else 2)
+        if _roomy(capability):
+            return Tile(128, 64, 8, 3)
+        return Tile(64, 64, 8 if capability == "hip" else 4, 2)
     if _roomy(capability):
         return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 4, 2)
     if capability == "hip":
