@@ -54,14 +54,17 @@ def _rows(x, b, h, first, o_row, mask, stride, BN: tl.constexpr, D_PAD: tl.const
 
 @triton.jit
 def _turned_rows(
-    x, b, h, first, o_row, mask, o_d,
+    x, b, h, first, o_block, o_in, mask, o_d,
     BN: tl.constexpr, D_PAD: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """The same of v in blocks that are [D_PAD, KEYS]: products of eight bits want neighbouring keys side by side."""
+    """The same of v in blocks that are [D_PAD, KEYS]: products of eight bits want neighbouring keys side by side.
+
+    Pointers are to keys `o_in` of blocks `o_block`, from which the compiler sees that they are neighbours.
+    """
     if DESCRIBED:
         b_v = x.load([b, h, first // KEYS * D_PAD, first % KEYS]).reshape([D_PAD, BN])
     else:
-        p_v = x + o_d[:, None] * KEYS + (o_row // KEYS * (D_PAD * KEYS) + o_row % KEYS)[None, :]
+        p_v = x + o_d[:, None] * KEYS + (o_block * (D_PAD * KEYS) + o_in)[None, :]
         if mask is None:
             b_v = tl.load(p_v)
         else:
@@ -183,28 +186,29 @@ def attention_kernel(
     for GUARDED in tl.static_range(ALL_GUARDED, 2):
         first_step, end = (whole, steps) if GUARDED else (0, whole)
         for step in tl.range(first_step, end, num_stages=1 if GUARDED and not ALL_GUARDED else None):
+            m_slot = None
             if KEYS >= BN:
                 block = tl.load(p_index + step // SUB).to(tl.int32)
                 first = block * KEYS + (step % SUB) * BN
-                o_key = (first + o_n).to(tl.int64)
-                m_slot = None  # what is quantised has zeros up to the end of the block
-                m_n = o_key < Sk
+                o_block, o_in = block.to(tl.int64), (step % SUB) * BN + o_n
                 some_later = first + BN > row * BLOCK + part * BM
             else:  # from several places; the last step may have fewer
                 block, first = 0, 0
-                o_at = step * BN + o_n
+                o_at, o_in = step * BN + o_n, o_n % KEYS
                 if GUARDED:
                     m_slot = o_at < count * KEYS
-                    o_key = tl.load(p_index + o_at // KEYS, mask=m_slot, other=0).to(tl.int64) * KEYS + o_at % KEYS
-                    m_n = m_slot & (o_key < Sk)
+                    o_block = tl.load(p_index + o_at // KEYS, mask=m_slot, other=0).to(tl.int64)
                 else:
-                    m_slot = None
-                    o_key = tl.load(p_index + o_at // KEYS).to(tl.int64) * KEYS + o_at % KEYS
+                    o_block = tl.load(p_index + o_at // KEYS).to(tl.int64)
                 some_later = True
+            o_key = o_block * KEYS + o_in
+            m_n = o_key < Sk
+            if m_slot is not None:
+                m_n = m_slot & m_n
             m_kv = m_n[:, None] & m_k if GUARDED else m_k
             b_k = _rows(x_k, b_at, h_at, first, o_key, m_kv, k_stride, BN, D_PAD, DESCRIBED)
             if TURNED:
-                b_v = _turned_rows(x_v, b_at, h_at, first, o_key, m_slot, o_d, BN, D_PAD, KEYS, DESCRIBED)
+                b_v = _turned_rows(x_v, b_at, h_at, first, o_block, o_in, m_slot, o_d, BN, D_PAD, KEYS, DESCRIBED)
             else:
                 b_v = _rows(x_v, b_at, h_at, first, o_key, m_kv, v_stride, BN, D_PAD, DESCRIBED)
             b_s = _products(b_q, b_k, PRECISION)
@@ -228,7 +232,8 @@ def attention_kernel(
             o_mean = (first + o_n).to(tl.int64)
             b_k = _rows(x_k, b_at, h_at, first, o_mean, m_k, k_stride, BN, D_PAD, DESCRIBED)
             if TURNED:
-                b_v = _turned_rows(x_v, b_at, h_at, first, o_mean, None, o_d, BN, D_PAD, KEYS, DESCRIBED)
+                o_block, o_in = o_mean // KEYS, o_mean % KEYS
+                b_v = _turned_rows(x_v, b_at, h_at, first, o_block, o_in, None, o_d, BN, D_PAD, KEYS, DESCRIBED)
             else:
                 b_v = _rows(x_v, b_at, h_at, first, o_mean, m_k, v_stride, BN, D_PAD, DESCRIBED)
             b_s = _products(b_q, b_k, PRECISION) * _factor(b_factor, scales, NK + ahead // KEYS, b_l)[:, None]
