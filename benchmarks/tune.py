@@ -42,7 +42,8 @@ class Trial(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.measure:
-        print(json.dumps(measure(args.head_dim[0], args.dtype[0], Tile(*args.measure), args)), flush=True)
+        tile = Tile(*args.measure, described=args.descriptors)
+        print(json.dumps(measure(args.head_dim[0], args.dtype[0], tile, args)), flush=True)
         return 0
     if not torch.cuda.is_available():
         print("tune.py needs a CUDA or ROCm device", file=sys.stderr)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     capability: Any = "hip" if torch.version.hip else torch.cuda.get_device_capability()
     print(f"{torch.cuda.get_device_name()}, capability {capability}, torch {torch.__version__}", flush=True)
     jobs = [
-        (head_dim, dtype, Tile(*sizes))
+        (head_dim, dtype, Tile(*sizes, described=args.descriptors))
         for head_dim, dtype in product(args.head_dim, args.dtype)
         for sizes in product(args.queries, args.keys, args.warps, args.stages)
     ]
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", type=int, nargs="+", default=list(KEYS), help="at a time (default: 16 32 64 128)")
     parser.add_argument("--warps", type=int, nargs="+", default=list(WARPS), help="default: 4 8")
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="default: 1 2 3 4")
+    parser.add_argument("--descriptors", action="store_true", help="keys by tensor descriptors: Hopper, Blackwell")
     parser.add_argument("--heads", type=int, default=12, help="of the call that is timed (default: 12)")
     parser.add_argument("--sparsity", type=float, default=0.8, help="of it; it has 16384 tokens (default: 0.8)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile at once (default: 8)")
@@ -95,8 +97,9 @@ def try_all(jobs: list[tuple[int, str, Tile]], args: argparse.Namespace) -> list
 
 def try_one(head_dim: int, dtype: str, tile: Tile, args: argparse.Namespace, lock: Path) -> Trial:
     command = [
-        sys.executable, __file__, "--measure", *map(str, tile), "--head-dim", str(head_dim), "--dtype", dtype,
+        sys.executable, __file__, "--measure", *map(str, tile[:4]), "--head-dim", str(head_dim), "--dtype", dtype,
         "--heads", str(args.heads), "--sparsity", str(args.sparsity), "--lock", str(lock),
+        *(["--descriptors"] if tile.described else []),
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
@@ -154,20 +157,24 @@ def report(trials: list[Trial], capability: tuple[int, int] | str) -> str:
         group = [trial for trial in trials if (trial.head_dim, trial.dtype) == (head_dim, dtype)]
         ran = sorted((trial for trial in group if trial.ms is not None), key=lambda trial: trial.ms or 0.0)
         itemsize = DTYPES[dtype].itemsize
-        now = attention_tile(capability, head_dim, itemsize)
+        described = group[0].tile.described
+        now = attention_tile(capability, head_dim, itemsize, 128 if described else 0)
         rows = [
-            (str(tuple(trial.tile)), f"{trial.ms:.3f}", "now" if trial.tile == now else "")
+            (str(trial.tile[:4]), f"{trial.ms:.3f}", "now" if trial.tile == now else "")
             for number, trial in enumerate(ran)
             if number < 5 or trial.tile == now
         ]
         failed = [trial for trial in group if trial.ms is None]
-        rows += [(str(tuple(trial.tile)), "-", trial.problem) for trial in failed]
+        rows += [(str(trial.tile[:4]), "-", trial.problem) for trial in failed]
         parts.append(f"\nhead dim {head_dim}, {dtype}: {len(ran)} of {len(group)} ran")
         parts.append(table(("queries, keys, warps, stages", "ms", ""), rows))
         if ran:
-            where = f"{head_dim}, {itemsize}" if capability == "hip" else f"{capability}, {head_dim}, {itemsize}"
-            lines.append(f"    ({where}, Tile({', '.join(map(str, ran[0].tile))})),")
-    name = "_HIP_TILES" if capability == "hip" else "_TILES"
+            where = f"{head_dim}, {itemsize}"
+            if capability != "hip" and not described:
+                where = f"{capability}, {where}"
+            sizes = ", ".join(map(str, ran[0].tile[:4])) + (", described=True" if described else "")
+            lines.append(f"    ({where}, Tile({sizes})),")
+    name = "_HIP_TILES" if capability == "hip" else "_DESCRIBED" if trials[0].tile.described else "_TILES"
     return "\n".join([*parts, f"\nfor {name} in rainfusion/backends/triton/kernels/tuning.py:", *lines])
 
 

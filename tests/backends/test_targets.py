@@ -69,6 +69,15 @@ def test_the_hopper_kernel_overlaps_softmax_and_products():
     assert all(finer[2] <= plain[2] for plain, _, finer in zip(*[iter(found)] * 3, strict=True)), done.stdout
 
 
+@pytest.mark.slow
+def test_products_of_the_triton_kernel_run_by_themselves():
+    """One wait a step on Hopper. Where the compiler finds a reason, each product waits for the one before it."""
+    done = run(SCRIPT, "--target", "sm_90", "--kernel", "attention_kernel")
+    found = re.findall(r"^sm_90 +attention_kernel.* BN=(\d+).* (\d+) instructions and (\d+) waits", done.stdout, re.M)
+    assert len(found) == 8, done.stdout + done.stderr
+    assert all(int(waits) == 1 and int(length) < 11 * int(keys) for keys, length, waits in found), done.stdout
+
+
 def test_a_kernel_that_does_not_fit_is_an_error():
     """On a GPU with 1000 bytes of shared memory."""
     small = "targets.TARGETS['sm_90'] = targets.TARGETS['sm_90']._replace(shared_bytes=1000)"

@@ -227,6 +227,33 @@ def test_head_dims(kwargs, dtype, dim):
     assert_right(q, k, v, **kwargs)
 
 
+@pytest.fixture
+def described(monkeypatch):
+    """Keys come by tensor descriptors, as on a Hopper GPU: the interpreter has them too."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_backend, "_capability", lambda x: (9, 0))
+        own, made = triton_backend._descriptor, []
+        monkeypatch.setattr(triton_backend, "_descriptor", lambda *x: made.append(x) or own(*x))
+        yield
+        assert made
+    else:
+        yield
+
+
+@pytest.mark.parametrize("mask_kind", [None, "float"])
+@pytest.mark.parametrize("name", ["rf_v2", "video", "cross", "ada_bsa", "causal", "dense"])
+def test_descriptors(name, mask_kind, described):
+    kwargs, q_len, k_len = CALLS[name]
+    q, k, v = qkv(2, 4, q_len, 72, dtype=torch.float16, k_len=k_len, k_heads=2)
+    assert_right(2 * q, surrounded(k), surrounded(v), key_mask(mask_kind, 2, k_len), **kwargs)
+
+
+def test_descriptors_of_keys_that_heads_share(described):
+    """A stride of 0, which the copy engine has not."""
+    q, k, v = qkv(2, 2, 300, 64, dtype=torch.float16, k_heads=1)
+    assert_right(2 * q, *(x[:1].expand(2, 2, -1, -1) for x in (k, v)), **RF_V2)
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (129, 129), (1, 257), (257, 1)])
 @pytest.mark.parametrize("name", ["rf_v2", "rf_v2 in 64s", "ada_bsa", "dense"])
 def test_tails_of_one_token(name, q_len, k_len):

@@ -33,6 +33,13 @@ def test_tune_prints_the_best_tile_as_a_line_of_the_table(tune):
     assert tune.report(trials, "hip").endswith("    (128, 2, Tile(128, 64, 4, 3)),")
 
 
+def test_tune_with_descriptors_has_a_table_of_its_own(tune):
+    tiles = [tune.Tile(128, keys, 4, 2, described=True) for keys in (64, 128)]
+    text = tune.report([tune.Trial(128, "bf16", tile, tile.keys / 64) for tile in tiles], (9, 0))
+    assert "for _DESCRIBED in" in text
+    assert text.endswith("    (128, 2, Tile(128, 64, 4, 2, described=True)),")
+
+
 @pytest.mark.parametrize(
     ("script", "ms", "problem"),
     [

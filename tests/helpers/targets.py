@@ -336,6 +336,9 @@ def resources(binary: Any) -> str:
                 f", {longest_loop(code)} instructions in the longest loop, {moved_in_loops(code)} moves in loops, "
                 f"{overlapped_exponentials(code)} exponentials while P V runs"
             )
+        elif binary.metadata.name == "attention_kernel" and (loop := first_loop(disassembled(file.name))):
+            waits = sum("WARPGROUP.DEPBAR" in line for line in loop)
+            found += f", {sum(line.endswith(';') for line in loop)} instructions and {waits} waits in the first loop"
     return found
 
 
@@ -352,6 +355,16 @@ def loops_of_products(code: list[str]) -> list[list[str]]:
     loops = [(labels[match[1]], i) for i, match in jumps if match and labels[match[1]] < i]
     found = [code[start : end + 1] for start, end in loops]
     return [loop for loop in found if sum("gsb0, 0x1" in line for line in loop) == 1]
+
+
+def first_loop(code: list[str]) -> list[str]:
+    """Of those with products that run by themselves; none, where products are instructions that a warp waits for."""
+    labels = {match[1]: i for i, line in enumerate(code) if (match := re.match(r"\s*(\.L_x_\w+):", line))}
+    for i, line in enumerate(code):
+        match = re.search(r"BRA.* `\((\.L_x_\w+)\)", line)
+        if match and labels[match[1]] < i and any("GMMA" in one for one in code[labels[match[1]] : i]):
+            return code[labels[match[1]] : i + 1]
+    return []
 
 
 def moved_in_loops(code: list[str]) -> int:

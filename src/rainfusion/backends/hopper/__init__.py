@@ -63,7 +63,7 @@ def prepare(request: Request) -> Keys:
     precision = request.method.precision
     if precision == "native":
         keys = triton.prepare(request)
-        return keys._replace(k=_for_copy_engine(keys.k), v=_for_copy_engine(keys.v))
+        return keys._replace(k=triton.for_copy_engine(keys.k), v=triton.for_copy_engine(keys.v))
 
     from rainfusion.backends.triton import quantising
 
@@ -131,12 +131,6 @@ def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> object:
         torch.float8_e4m3fn: gl.float8e4nv,
     }  # fmt: skip
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], types[dtype])
-
-
-def _for_copy_engine(x: Tensor) -> Tensor:
-    """x, of whole rows, or a copy: it wants strides in multiples of 16 bytes, and none of 0."""
-    suits = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in x.stride()[:3])
-    return x if suits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(head_dim: int) -> int:

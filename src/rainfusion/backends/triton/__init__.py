@@ -439,29 +439,50 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device) if request.return_lse else None
     rows, stand_ins = row_schedule(request, mask), stand_in_bias(request, mask, keys)
+    describable = mask.k_block if row_unit(keys.k) > 1 else 0
     if keys.scales is None:
         padded = _padded(head_dim)
-        tile = tuning.attention_tile(_capability(q), padded, q.dtype.itemsize, stand_ins is not None)
+        tile = tuning.attention_tile(_capability(q), padded, q.dtype.itemsize, describable)
     else:
         padded = quantising.padded(head_dim)
-        tile = tuning.quantised_tile(_capability(q), padded)
+        tile = tuning.quantised_tile(_capability(q), padded, describable)
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
     counts, indices = mask.counts.contiguous(), mask.indices.contiguous()
-    queries = min(tile.queries, block)
+    queries, at_once = min(tile.queries, block), min(tile.keys, block)
+    k: object = keys.k
+    v: object = keys.v
+    if tile.described:
+        k = _descriptor(keys.k, at_once, padded)
+        v = _descriptor(keys.v, *((at_once, padded) if v_scale is None else (padded, at_once)))
     launch(
         attention.attention_kernel, batch * heads * mask.num_q_blocks * (block // queries),
-        q, keys.k, keys.v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
+        q, k, v, out, lse, counts, indices, rows, q_layout.order, keys.bias, stand_ins,
         k_scale, v_scale, k_mean, *row_strides(q, out), *row_strides(keys.k), *row_strides(keys.v),
-        rows.stride(0) if rows.dim() == 2 else 0, request.scale * LOG2E, heads, request.gqa_ratio, mask.num_q_blocks,
-        mask.num_k_blocks, stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
+        rows.stride(0) if rows.dim() == 2 else 0, abs(request.scale) * LOG2E, heads, request.gqa_ratio,
+        mask.num_q_blocks, mask.num_k_blocks, stand_in_blocks(keys.weights, mask.k_block), q_len, keys.length,
         UNIT=row_unit(q), K_UNIT=row_unit(keys.k), V_UNIT=row_unit(keys.v), D=head_dim, D_PAD=padded,
-        WIDTH=keys.k.shape[3], BLOCK=block, KEYS=mask.k_block, BM=queries, BN=min(tile.keys, block),
-        HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None, HAS_LSE=request.return_lse,
-        IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
-        PRECISION=_products(q, request.method.inner_precise), LARGEST=quantising.LARGEST.get(keys.k.dtype),
-        SHIFT=quantising.shift(keys.v.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        WIDTH=keys.k.shape[3], BLOCK=block, KEYS=mask.k_block, BM=queries, BN=at_once,
+        DESCRIBED=tile.described, HAS_ORDER=not q_layout.is_identity, HAS_BIAS=keys.bias is not None,
+        HAS_LSE=request.return_lse, IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
+        NEGATE=request.scale < 0, PRECISION=_products(q, request.method.inner_precise),
+        LARGEST=quantising.LARGEST.get(keys.k.dtype), SHIFT=quantising.shift(keys.v.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> object:
+    """Of x [B, Hk, S, D]: so many rows at once, and zeros past either end. Only x's type makes another kernel."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = for_copy_engine(x)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def for_copy_engine(x: Tensor) -> Tensor:
+    """x, of whole rows, or a copy: it wants strides in multiples of 16 bytes, and none of 0."""
+    suits = all(stride > 0 and stride * x.dtype.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return x if suits else x.clone(memory_format=torch.contiguous_format)
 
 
 def stand_in_weights(request: Request, bias: Tensor | None, tile: int) -> Tensor:

@@ -1,4 +1,16 @@
-"""Attention over the kept blocks in plain Triton, for every GPU that Triton compiles for."""
+"""Attention over the kept blocks in plain Triton, for every GPU that Triton compiles for.
+
+What keeps it fast, learnt by measuring and by reading the machine code:
+
+- All steps but the last ones of a list have all of their keys, and run in a loop without masks, whose only arithmetic
+  is the softmax: a multiply-add and an exponential to a logit. The ragged block of keys, if kept, is the last of its
+  list, which ascends; it and a tile that is filled in part have a loop of their own, as has all of a list where keys
+  have a bias or a causal order.
+- Where products read shared memory themselves (Hopper, the large Blackwell), tensor descriptors bring keys and values
+  there: no addresses, no masks, fewer registers. See `tuning`.
+- The loop over the list comes before all others: with an accumulator that is not zero when it begins, ptxas lets every
+  product wait for the one before it.
+"""
 
 import triton
 import triton.language as tl
@@ -17,34 +29,64 @@ def _quantised(b_x, TYPE: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _logits(b_q, b_k, factor, scales, block, PRECISION: tl.constexpr):
-    """In units of log2. factor: a number, or [BM, 1] if quantised; times what `scales` has for this block, if any."""
+def _products(b_q, b_k, PRECISION: tl.constexpr):
     # [BM, D_PAD] @ [D_PAD, BN] -> [BM, BN]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION).to(tl.float32) * factor
-    if scales is not None:  # a product of factor and scale would go through shared memory, to where its rows belong
-        b_s = b_s * tl.load(scales + block)
-    return b_s
+    return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION).to(tl.float32)
 
 
 @triton.jit
-def _turned_values(p_v, o_key, m_key, o_d, D_PAD: tl.constexpr, KEYS: tl.constexpr):
-    """[BN, D_PAD], of blocks that are [D_PAD, KEYS]: products of eight bits want neighbouring keys side by side."""
-    o_v = o_d[:, None] * KEYS + (o_key // KEYS * (D_PAD * KEYS) + o_key % KEYS)[None, :]
-    if m_key is None:
-        return tl.trans(tl.load(p_v + o_v))
+def _factor(b_factor, scales, block, b_l):
+    """[BM], what makes logits of products: times what `scales` has for this block, if any."""
+    if scales is not None:
+        # zeros of b_l's layout, which is that of products' rows: else every step brings the factors there
+        b_factor = b_factor * (tl.load(scales + block) + 0.0 * b_l)
+    return b_factor
+
+
+@triton.jit
+def _rows(x, b, h, first, o_row, mask, stride, BN: tl.constexpr, D_PAD: tl.constexpr, DESCRIBED: tl.constexpr):
+    """[BN, D_PAD] of k or v. x: a descriptor, which reads from `first` on, or a head's rows, of which `o_row`."""
+    if DESCRIBED:
+        return x.load([b, h, first, 0]).reshape([BN, D_PAD])
     else:
-        return tl.trans(tl.load(p_v + o_v, mask=m_key[None, :], other=0.0))
+        return tl.load(x + o_row[:, None] * stride, mask=mask, other=0.0)
 
 
 @triton.jit
-def _added(b_s, b_v, b_m, b_l, b_acc, SHIFT: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys with logits b_s [BM, BN], in units of log2, and values b_v [BN, D_PAD], into the running softmax.
+def _turned_rows(
+    x, b, h, first, o_block, o_in, mask, o_d,
+    BN: tl.constexpr, D_PAD: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The same of v in blocks that are [D_PAD, KEYS]: products of eight bits want neighbouring keys side by side.
 
-    Its weights are in 0 ... 2^SHIFT: where eight bits have their range.
+    Pointers are to keys `o_in` of blocks `o_block`, from which the compiler sees that they are neighbours.
     """
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
-    b_p = tl.math.exp2(b_s - (b_base - SHIFT)[:, None])
+    if DESCRIBED:
+        b_v = x.load([b, h, first // KEYS * D_PAD, first % KEYS]).reshape([D_PAD, BN])
+    else:
+        p_v = x + o_d[:, None] * KEYS + (o_block * (D_PAD * KEYS) + o_in)[None, :]
+        if mask is None:
+            b_v = tl.load(p_v)
+        else:
+            b_v = tl.load(p_v, mask=mask[None, :], other=0.0)
+    return tl.trans(b_v)
+
+
+@triton.jit
+def _added(b_s, factor, b_v, b_m, b_l, b_acc, SHIFT: tl.constexpr, PRECISION: tl.constexpr):
+    """Keys with logits b_s [BM, BN] times factor [BM] and values b_v [BN, D_PAD] into the running softmax.
+
+    Logits are in units of log2, weights in 0 ... 2^SHIFT: where eight bits have their range. Without a factor b_s are
+    logits already, and may all be -inf.
+    """
+    if factor is None:
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
+        b_p = tl.math.exp2(b_s - (b_base - SHIFT)[:, None])
+    else:  # factor >= 0: it may wait until one multiply-add has it
+        b_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
+        b_base = b_new
+        b_p = tl.math.exp2(b_s * factor[:, None] - (b_base - SHIFT)[:, None])
     b_alpha = tl.math.exp2(b_m - b_base)
     b_l = b_l * b_alpha + tl.sum(b_p, 1)
     b_acc = b_acc * b_alpha[:, None]
@@ -60,25 +102,28 @@ def attention_kernel(
     v_stride_b, v_stride_h, v_stride_s, schedule_stride, scale_log2, H, SHARED, NQ, NK, SPARE, Sq, Sk,
     UNIT: tl.constexpr, K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    STAND_INS: tl.constexpr, PRECISION: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr,
+    DESCRIBED: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, STAND_INS: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+    LARGEST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
     BLOCK tokens are a block of queries, KEYS one of keys: BN keys at a time are part of a block, or several blocks.
     q rows are read, and out rows written, through `order`; k and v are in block order already, WIDTH channels wide:
-    D, or if quantised zeros up to whole words. Strides of q and out are in units of UNIT elements, those of k and v,
-    whose types may be others, of K_UNIT and V_UNIT. bias fp32 [B, NK * KEYS], in units of log2, -inf where a key does
-    not count. stand_ins fp32 or fp16 [B, H, NQ, SPARE * KEYS + BLOCK]: the same for the means behind the keys, see
-    `stand_ins_kernel`.
+    D, or if quantised zeros up to whole words. They are DESCRIBED, by descriptors of BN keys, or pointers. Strides of q
+    and out are in units of UNIT elements, those of k and v, whose types may be others, of K_UNIT and V_UNIT. scale_log2
+    is not negative: with NEGATE q is negated instead, so that the largest product is the largest logit. bias fp32
+    [B, NK * KEYS], in units of log2, -inf where a key does not count, as past the last one. stand_ins fp32 or fp16
+    [B, H, NQ, SPARE * KEYS + BLOCK]: the same for the means behind the keys, see `stand_ins_kernel`.
 
     Quantised, with k_scale: q is quantised here, row by row, to k's type, which reaches LARGEST. k_scale fp32
     [B, Hk, NK + SPARE], or [B, Hk] for blocks of keys finer than those of queries; k_mean fp32 [B, Hk, D] was taken
     from all keys. With v_scale fp32 [B, Hk, D] v is quantised too, its blocks turned, and so are the weights: see
-    `_turned_values` and `_added`.
+    `_turned_rows` and `_added`.
     """
     QUANTISED: tl.constexpr = k_scale is not None
     TURNED: tl.constexpr = v_scale is not None
+    ALL_GUARDED: tl.constexpr = HAS_BIAS or IS_CAUSAL
     PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
     SUB: tl.constexpr = KEYS // BN if KEYS > BN else 1  # steps to a key block
     pid = tl.program_id(0).to(tl.int64)
@@ -96,72 +141,105 @@ def attention_kernel(
     m_d = (o_d < D)[None, :]
     p_q = q + (b * q_stride_b + h * q_stride_h) * UNIT + o_token[:, None] * (q_stride_s * UNIT) + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & m_d, other=0.0)  # [BM, D_PAD]
-    k_bh = b * (H // SHARED) + h // SHARED
-    factor = scale_log2
+    if NEGATE:
+        b_q = -b_q
+    k_h = h // SHARED
+    k_bh = b * (H // SHARED) + k_h
     scales = None  # of blocks of keys
     if QUANTISED:
         b_q = b_q.to(tl.float32)
         if HAS_LSE:  # what smoothing took from the logits
             b_mean = tl.load(k_mean + k_bh * D + o_d, mask=o_d < D, other=0.0)
             b_shift = tl.sum(b_q * b_mean[None, :], 1) * scale_log2
-        b_q, b_scale = _quantised(b_q, k.dtype.element_ty, LARGEST)
-        factor = (b_scale * scale_log2)[:, None]
+        b_q, b_scale = _quantised(b_q, k.dtype if DESCRIBED else k.dtype.element_ty, LARGEST)
+        b_factor = b_scale * scale_log2
         if KEYS == BLOCK:
             scales = k_scale + k_bh * (NK + SPARE)
         else:
-            factor = factor * tl.load(k_scale + k_bh)
+            b_factor = b_factor * tl.load(k_scale + k_bh)
+    else:
+        b_factor = tl.full([BM], scale_log2, tl.float32)
     o_n = tl.arange(0, BN)
     m_k = (o_d < WIDTH)[None, :]
-    p_k = k + (b * k_stride_b + (h // SHARED) * k_stride_h) * K_UNIT + o_d[None, :]
-    p_values = v + (b * v_stride_b + (h // SHARED) * v_stride_h) * V_UNIT
-    p_v = p_values + o_d[None, :]
+    k_stride, v_stride = k_stride_s * K_UNIT, v_stride_s * V_UNIT
+    if DESCRIBED:
+        x_k, x_v = k, v
+    else:
+        x_k = k + (b * k_stride_b + k_h * k_stride_h) * K_UNIT + o_d[None, :]
+        x_v = v + (b * v_stride_b + k_h * v_stride_h) * V_UNIT
+        if not TURNED:
+            x_v = x_v + o_d[None, :]
+    b_at, h_at = b.to(tl.int32), k_h.to(tl.int32)
     p_index = indices + (bh * NQ + row) * NK
     count = tl.load(counts + bh * NQ + row)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, D_PAD], tl.float32)
+    steps = tl.cdiv(count * KEYS, BN)
+    whole = 0  # steps that are sure to have all of their keys
+    if not ALL_GUARDED:
+        last = tl.load(p_index + tl.maximum(count - 1, 0)).to(tl.int32)
+        is_whole = (last + 1) * KEYS <= Sk
+        if KEYS < BN:
+            is_whole = is_whole & (count % (BN // KEYS) == 0)
+        whole = tl.where(is_whole, steps, tl.maximum(steps - SUB, 0))
+    for GUARDED in tl.static_range(ALL_GUARDED, 2):
+        first_step, end = (whole, steps) if GUARDED else (0, whole)
+        for step in tl.range(first_step, end, num_stages=1 if GUARDED and not ALL_GUARDED else None):
+            m_slot = None
+            if KEYS >= BN:
+                block = tl.load(p_index + step // SUB).to(tl.int32)
+                first = block * KEYS + (step % SUB) * BN
+                o_block, o_in = block.to(tl.int64), (step % SUB) * BN + o_n
+                some_later = first + BN > row * BLOCK + part * BM
+            else:  # from several places; the last step may have fewer
+                block, first = 0, 0
+                o_at, o_in = step * BN + o_n, o_n % KEYS
+                if GUARDED:
+                    m_slot = o_at < count * KEYS
+                    o_block = tl.load(p_index + o_at // KEYS, mask=m_slot, other=0).to(tl.int64)
+                else:
+                    o_block = tl.load(p_index + o_at // KEYS).to(tl.int64)
+                some_later = True
+            o_key = o_block * KEYS + o_in
+            m_n = o_key < Sk
+            if m_slot is not None:
+                m_n = m_slot & m_n
+            m_kv = m_n[:, None] & m_k if GUARDED else m_k
+            b_k = _rows(x_k, b_at, h_at, first, o_key, m_kv, k_stride, BN, D_PAD, DESCRIBED)
+            if TURNED:
+                b_v = _turned_rows(x_v, b_at, h_at, first, o_block, o_in, m_slot, o_d, BN, D_PAD, KEYS, DESCRIBED)
+            else:
+                b_v = _rows(x_v, b_at, h_at, first, o_key, m_kv, v_stride, BN, D_PAD, DESCRIBED)
+            b_s = _products(b_q, b_k, PRECISION)
+            b_c = _factor(b_factor, scales, block, b_l)
+            if GUARDED:
+                b_s = b_s * b_c[:, None]
+                if HAS_BIAS and KEYS >= BN:
+                    b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key)[None, :]
+                elif HAS_BIAS:
+                    b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key, mask=m_slot, other=float("-inf"))[None, :]
+                else:
+                    b_s = b_s + tl.where(m_n, 0.0, float("-inf"))[None, :]
+                if IS_CAUSAL and some_later:
+                    b_s = tl.where(o_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
+                b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
+            else:
+                b_m, b_l, b_acc = _added(b_s, b_c, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
     if STAND_INS:
         for ahead in tl.range(0, SPARE * KEYS, BN, num_stages=1):
-            o_mean = (NK * KEYS + ahead + o_n).to(tl.int64)
-            b_k = tl.load(p_k + o_mean[:, None] * (k_stride_s * K_UNIT), mask=m_k, other=0.0)
+            first = NK * KEYS + ahead
+            o_mean = (first + o_n).to(tl.int64)
+            b_k = _rows(x_k, b_at, h_at, first, o_mean, m_k, k_stride, BN, D_PAD, DESCRIBED)
             if TURNED:
-                b_v = _turned_values(p_values, o_mean, None, o_d, D_PAD, KEYS)
+                o_block, o_in = o_mean // KEYS, o_mean % KEYS
+                b_v = _turned_rows(x_v, b_at, h_at, first, o_block, o_in, None, o_d, BN, D_PAD, KEYS, DESCRIBED)
             else:
-                b_v = tl.load(p_v + o_mean[:, None] * (v_stride_s * V_UNIT), mask=m_k, other=0.0)
-            b_s = _logits(b_q, b_k, factor, scales, NK + ahead // KEYS, PRECISION)
+                b_v = _rows(x_v, b_at, h_at, first, o_mean, m_k, v_stride, BN, D_PAD, DESCRIBED)
+            b_s = _products(b_q, b_k, PRECISION) * _factor(b_factor, scales, NK + ahead // KEYS, b_l)[:, None]
             p_bias = stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead)
             b_s = b_s + tl.load(p_bias + o_n).to(tl.float32)[None, :]
-            b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
-    for step in range(0, tl.cdiv(count * KEYS, BN)):
-        if KEYS >= BN:
-            block = tl.load(p_index + step // SUB).to(tl.int64)
-            first = block * KEYS + (step % SUB) * BN
-            o_key = first + o_n
-            m_n = o_key < Sk
-            m_slot = None  # what is quantised has zeros up to the end of the block
-            some_missing, some_later = first + BN > Sk, first + BN > row * BLOCK + part * BM
-        else:  # from several places; the last step may have fewer
-            block = 0
-            o_at = step * BN + o_n
-            m_slot = o_at < count * KEYS
-            o_key = tl.load(p_index + o_at // KEYS, mask=m_slot, other=0).to(tl.int64) * KEYS + o_at % KEYS
-            m_n = m_slot & (o_key < Sk)
-            some_missing, some_later = True, True
-        b_k = tl.load(p_k + o_key[:, None] * (k_stride_s * K_UNIT), mask=m_n[:, None] & m_k, other=0.0)
-        if TURNED:
-            b_v = _turned_values(p_values, o_key, m_slot, o_d, D_PAD, KEYS)
-        else:
-            b_v = tl.load(p_v + o_key[:, None] * (v_stride_s * V_UNIT), mask=m_n[:, None] & m_k, other=0.0)
-        b_s = _logits(b_q, b_k, factor, scales, block, PRECISION)
-        if HAS_BIAS:
-            b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key, mask=m_n, other=float("-inf"))[None, :]
-        elif QUANTISED:  # one multiply-add with the scale, and fewer registers than a branch takes
-            b_s = b_s + tl.where(m_n, 0.0, float("-inf"))[None, :]
-        elif some_missing:
-            b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        if IS_CAUSAL and some_later:
-            b_s = tl.where(o_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
-        b_m, b_l, b_acc = _added(b_s, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
+            b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     if v_scale is not None:
         b_out = b_out * tl.load(v_scale + k_bh * D + o_d, mask=o_d < D, other=0.0)[None, :]

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Queries of a program, keys at a time, warps, stages of the pipeline."""
+    """Queries of a program, keys at a time, warps, stages of the pipeline, whether descriptors bring the keys."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    described: bool = False
 
 
 # (capability at least, head dim at most, bytes of an element) -> sizes
@@ -37,6 +38,14 @@ _TILES: tuple[tuple[tuple[int, int], int, int, Tile], ...] = (
     ((8, 0), 128, 4, Tile(64, 16, 8, 1)),
     ((8, 0), 256, 4, Tile(32, 16, 8, 1)),
 )
+# Hopper and the large Blackwell with tensor descriptors: for blocks of that many keys or more, in rows of a multiple of
+# 16 bytes. Two programs at once, so that the products of one hide the softmax of the other. Where products read
+# registers the code is longer with descriptors than with pointers
+_DESCRIBED: tuple[tuple[int, int, Tile], ...] = (
+    (64, 2, Tile(128, 64, 4, 3, described=True)),
+    (128, 2, Tile(128, 64, 4, 2, described=True)),
+    (256, 2, Tile(128, 64, 8, 2, described=True)),
+)
 # AMD: 64 KB of shared memory; not measured
 _HIP_TILES: tuple[tuple[int, int, Tile], ...] = (
     (128, 2, Tile(128, 32, 4, 2)),
@@ -47,22 +56,23 @@ _HIP_TILES: tuple[tuple[int, int, Tile], ...] = (
 _SMALL_SHARED_MEMORY = {(12, 0), (12, 1)}  # newer than sm_90, with the 99 KB of sm_86
 
 
-def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int, stand_ins: bool = False) -> Tile:
+def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int, describable: int = 0) -> Tile:
     """`capability`: (major, minor), or "hip"; `head_dim`: padded to a power of two.
 
-    The loop over means that stand in for blocks takes shared memory of its own: a stage, but where there is plenty.
+    `describable`: keys that a descriptor may bring at once.
     """
+    if _roomy(capability):
+        for most, size, tile in _DESCRIBED:
+            if head_dim <= most and itemsize == size and tile.keys <= describable:
+                return tile
     if capability == "hip":
-        tile = next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
-    else:
-        least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
-        fits = (tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
-        tile = next(fits)
-    spared = 1 if stand_ins and capability != (8, 0) else 0
-    return tile._replace(stages=max(1, tile.stages - spared))
+        return next(tile for most, size, tile in _HIP_TILES if head_dim <= most and itemsize == size)
+    least = (8, 0) if capability in _SMALL_SHARED_MEMORY else max(capability, (8, 0))
+    fits = (tile for needs, most, size, tile in _TILES if least >= needs and head_dim <= most and itemsize == size)
+    return next(fits)
 
 
-def quantised_tile(capability: tuple[int, int] | str, head_dim: int) -> Tile:
+def quantised_tile(capability: tuple[int, int] | str, head_dim: int, describable: int = 0) -> Tile:
     """For int8 and fp8. By what compilers say, not measured: the most at once that registers hold.
 
     On Hopper products read shared memory themselves, which leaves registers for 128 keys; on the large Blackwell some
@@ -72,7 +82,8 @@ def quantised_tile(capability: tuple[int, int] | str, head_dim: int) -> Tile:
     if capability == "hip":
         return Tile(128, 64, 4, 2) if head_dim <= 128 else Tile(64, 64, 4, 1)
     if capability == (9, 0):
-        return Tile(128, 128, 8, 3) if head_dim <= 128 else Tile(128, 64, 8, 3)
+        tile = Tile(128, 128, 8, 3) if head_dim <= 128 else Tile(128, 64, 8, 3)
+        return tile._replace(described=tile.keys <= describable)
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
 
 
