@@ -42,7 +42,7 @@ _TILES: tuple[tuple[tuple[int, int], int, int, Tile], ...] = (
 # 16 bytes. Two programs at once, so that the products of one hide the softmax of the other. Where products read
 # registers the code is longer with descriptors than with pointers
 _DESCRIBED: tuple[tuple[int, int, Tile], ...] = (
-    (64, 2, Tile(128, 64, 4, 3, described=True)),
+    (64, 2, Tile(64, 128, 4, 3, described=True)),
     (128, 2, Tile(128, 64, 4, 2, described=True)),
     (256, 2, Tile(128, 64, 8, 2, described=True)),
 )
