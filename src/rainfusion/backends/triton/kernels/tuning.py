@@ -97,13 +97,13 @@ def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -
 def part_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
     """For the mass between part means: parts of queries and of keys."""
     if itemsize == 2:
+        if _roomy(capability):
+            return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 4, 2)
         if head_dim > 128:
             return Tile(64, 32, 4, 1)
-        if _roomy(capability):
-            return Tile(128, 64, 8, 3)
         return Tile(64, 64, 8 if capability == "hip" else 4, 2)
     if _roomy(capability):
-        return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 4, 2)
+        return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 1)
     if capability == "hip":
         return Tile(32, 16, 8, 1)
     return Tile(64, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 4, 1)
