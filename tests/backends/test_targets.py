@@ -75,7 +75,7 @@ def test_products_of_the_triton_kernel_run_by_themselves():
     done = run(SCRIPT, "--target", "sm_90", "--kernel", "attention_kernel")
     found = re.findall(r"^sm_90 +attention_kernel.* BN=(\d+).* (\d+) instructions and (\d+) waits", done.stdout, re.M)
     assert len(found) == 8, done.stdout + done.stderr
-    assert all(int(waits) == 1 and int(length) < 11 * int(keys) for keys, length, waits in found), done.stdout
+    assert all(int(waits) == 1 and int(length) < 12 * int(keys) for keys, length, waits in found), done.stdout
 
 
 def test_a_kernel_that_does_not_fit_is_an_error():
