@@ -5,7 +5,8 @@
 >>> [round(density, 2) for density in Schedule.of([3, 1]).densities(0.75, 2)]
 [1.0, 0.5]
 
-`"auto"` is what gave the nearest samples with as many steps as there are: docs/quality.md has the measurements.
+`"auto"` is what gave the nearest samples from text with as many steps as there are: docs/quality.md has the
+measurements. From an image that is a constant density; where a video comes from, hosts know.
 
 >>> [round(density, 2) for density in Schedule.of("auto").densities(0.3, 4)]
 [0.4, 0.33, 0.27, 0.2]

@@ -33,7 +33,7 @@ def _quiet(pipe):
     return pipe
 
 
-def wan(experts=1, layers=2):
+def wan(experts=1, layers=2, channels=16):
     needs_diffusers("transformers", "tokenizers")
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
@@ -43,7 +43,7 @@ def wan(experts=1, layers=2):
     ).eval()
     transformers = [
         WanTransformer3DModel(
-            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=channels, out_channels=16,
             text_dim=32, freq_dim=256, ffn_dim=32, num_layers=layers, cross_attn_norm=True,
             qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
         ).eval()
@@ -57,6 +57,15 @@ def wan(experts=1, layers=2):
             boundary_ratio=0.875 if experts == 2 else None,
         )
     )  # fmt: skip
+
+
+def wan_from_image():
+    """Beside what `wan` takes, an `image`, in channels of its own."""
+    parts = wan(channels=36).components
+    from diffusers import WanImageToVideoPipeline
+
+    kept = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
+    return _quiet(WanImageToVideoPipeline(**{name: parts[name] for name in kept}))
 
 
 def wan_two_experts():
@@ -164,6 +173,16 @@ _FLUX = dict(
     prompt="a painting of a squirrel", num_inference_steps=4, guidance_scale=5.0, height=16, width=24,
     max_sequence_length=48, output_type="pt",
 )  # fmt: skip
+
+
+def from_image_inputs():
+    """Of `wan_from_image`. Text is encoded: it would ask for a package that cleans it."""
+    generator = torch.Generator().manual_seed(1)
+    positive, negative = (torch.randn(1, 16, 32, generator=generator) for _ in range(2))
+    image = torch.rand(1, 3, _VIDEO["height"], _VIDEO["width"], generator=generator)
+    own = dict(prompt=None, negative_prompt=None, prompt_embeds=positive, negative_prompt_embeds=negative, image=image)
+    return {**_VIDEO, **own}
+
 
 # name -> how to make it, its inputs, forwards a step
 PIPELINES = {

@@ -127,13 +127,28 @@ class Patcher:
             for callback in several:
                 callback(self)
 
-    def sample(self, x: Tensor, text: Tensor, sigmas: tuple[float, ...] = (1.0, 0.5), **kwargs: Any) -> list[Tensor]:
+    def sample(
+        self,
+        x: Tensor,
+        text: Tensor,
+        sigmas: tuple[float, ...] = (1.0, 0.5),
+        *,
+        denoise_mask: Tensor | None = None,
+        conditioning: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Tensor]:
         """A forward for each noise level, as a sampler makes them."""
-        self._call("on_pre_run")
-        try:
-            return [self._forward(x, text, sigma, kwargs) for sigma in sigmas]
-        finally:
-            self._call("on_cleanup")
+
+        def run(x: Tensor, sigmas: tuple[float, ...], denoise_mask: Tensor | None = None) -> list[Tensor]:
+            self._call("on_pre_run")
+            try:
+                return [self._forward(x, text, sigma, kwargs) for sigma in sigmas]
+            finally:
+                self._call("on_cleanup")
+
+        guider = SimpleNamespace(conds={"positive": [{"uuid": 1, **(conditioning or {})}], "negative": [{"uuid": 2}]})
+        wrappers = [wrapper for several in self.wrappers.get("outer_sample", {}).values() for wrapper in several]
+        return Executor(run, guider, wrappers).execute(x, sigmas, denoise_mask)
 
     def _forward(self, x: Tensor, text: Tensor, sigma: float, kwargs: dict[str, Any]) -> Tensor:
         options = dict(self.model_options["transformer_options"])
@@ -145,7 +160,9 @@ class Patcher:
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.19.3") -> None:
     """`comfy.patcher_extension` and `comfyui_version` can be imported."""
     extension = ModuleType("comfy.patcher_extension")
-    extension.WrappersMP = SimpleNamespace(DIFFUSION_MODEL="diffusion_model")  # type: ignore[attr-defined]
+    extension.WrappersMP = SimpleNamespace(  # type: ignore[attr-defined]
+        DIFFUSION_MODEL="diffusion_model", OUTER_SAMPLE="outer_sample"
+    )
     extension.CallbacksMP = SimpleNamespace(  # type: ignore[attr-defined]
         ON_PRE_RUN="on_pre_run", ON_CLEANUP="on_cleanup"
     )

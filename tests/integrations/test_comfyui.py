@@ -232,6 +232,29 @@ def test_blocks_are_shared_out_over_the_schedule(x, text):
     assert list(comfyui.stats(part).steps.items()) == list(stats.steps.items())[2:]
 
 
+FROM_IMAGE = {
+    "an image beside the text": dict(conditioning={"concat_latent_image": torch.zeros(1)}),
+    "a mask for one": dict(conditioning={"concat_mask": torch.zeros(1)}),
+    "a reference in the sequence": dict(conditioning={"ref_latent": torch.zeros(1)}),
+    "frames that are given": dict(denoise_mask=torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("how", FROM_IMAGE)
+def test_auto_is_constant_from_an_image(x, text, how):
+    constant = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule="constant").sample(x, text)
+    for word in (dict(sparsity=0.6), dict(quality="fast")):
+        fast = comfyui.apply(model(), min_tokens=0, **word)
+        found = fast.sample(x, text, **FROM_IMAGE[how])
+        assert not comfyui.stats(fast).steps and comfyui.stats(fast).sparse_calls == 4
+        assert equal(found, constant) == ("sparsity" in word)
+        fast.sample(x, text)
+        assert comfyui.stats(fast).steps, "the next run is from text"
+    shaped = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule="falling")
+    shaped.sample(x, text, **FROM_IMAGE[how])
+    assert comfyui.stats(shaped).steps, "as it was asked for"
+
+
 def test_a_schedule_needs_to_know_how_far_it_is(x, text):
     fast = comfyui.apply(model(), sparsity=0.6, min_tokens=0, schedule=[2, 1])
     fast.model.diffusion_model(x, 1.0, text, transformer_options={"wrappers": fast.wrappers["diffusion_model"]})

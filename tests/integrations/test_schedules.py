@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rainfusion
-from helpers.offline_pipelines import PIPELINES
+from helpers.offline_pipelines import PIPELINES, from_image_inputs, wan_from_image
 from rainfusion import lab
 from rainfusion.integrations.decider import Decider
 from rainfusion.integrations.scenes import Scene
@@ -143,6 +143,39 @@ def test_in_a_pipeline():
     assert list(stats.steps) == list(range(inputs["num_inference_steps"]))
 
 
+@pytest.mark.parametrize("word", [dict(sparsity=0.6), dict(quality="high")], ids=str)
+def test_auto_is_constant_in_a_pipeline_that_takes_an_image(word):
+    make, inputs, _ = PIPELINES["wan"]
+    shapes = {}
+    for pipe, own in ((make(), inputs), (wan_from_image(), from_image_inputs())):
+        with rainfusion.enabled(pipe, **word, min_tokens=0) as handle:
+            pipe(**own)
+            stats = handle.stats()
+        assert stats.sparse_calls and not stats.dense_calls
+        shapes[type(pipe).__name__] = handle.settings.schedule, list(stats.steps)
+    steps = list(range(inputs["num_inference_steps"]))
+    assert shapes == {
+        "WanPipeline": (Schedule.of("auto"), steps),
+        "WanImageToVideoPipeline": (Schedule.of("constant"), []),
+    }
+
+
+def test_a_shape_that_was_asked_for_holds_from_an_image_too():
+    handle = rainfusion.enable(wan_from_image(), schedule="falling")
+    assert handle.settings.schedule == Schedule.of("falling")
+
+
+def test_an_image_that_may_be_left_out_counts_as_one():
+    class Both(type(PIPELINES["wan"][0]())):
+        def __call__(self, prompt, image=None):
+            """As pipelines have it that make videos from either."""
+
+    parts = PIPELINES["wan"][0]().components
+    kept = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
+    handle = rainfusion.enable(Both(**{name: parts[name] for name in kept}))
+    assert handle.settings.schedule.is_constant
+
+
 def test_a_transformer_alone_does_not_know_its_steps():
     with pytest.raises(ValueError, match="schedule needs the number of steps"):
         rainfusion.enable(PIPELINES["wan"][0]().transformer, schedule="falling")
@@ -156,6 +189,34 @@ def test_in_the_lab():
         torch.testing.assert_close(
             attend(q, k, v, place), lab.sparse(1 - density, schedule="constant")(q, k, v, place), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("own", [dict(grid=(1, 32, 48)), dict(from_image=True)], ids=str)
+def test_auto_in_the_lab_is_constant_where_enable_has_it_so(own):
+    place = lab.Place(0, 0, GRID, 16, 12)._replace(**own)
+    tokens = place.text + math.prod(place.grid)
+    q, k, v = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    auto, constant = (lab.sparse(0.7, schedule=name)(q, k, v, place) for name in ("auto", "constant"))
+    torch.testing.assert_close(auto, constant, rtol=0, atol=0)
+    by_name = {}
+    for name in ("auto", "constant"):
+        attend = methods.Attend(methods.ours("ours", schedule=name, token_order=(2, 8, 8)), 0.3, "portable")
+        by_name[name] = attend(q, k, v, place)
+    torch.testing.assert_close(by_name["auto"], by_name["constant"], rtol=0, atol=0)
+
+
+def test_a_sample_says_where_it_comes_from():
+    seen = []
+
+    def watched(q, k, v, place):
+        seen.append(place.from_image)
+        return lab.dense(q, k, v, place)
+
+    model = lab.DiT(lab.Config(frames=5, size=12, dim=64, depth=1, mlp=64)).eval()
+    prompts = lab.random_prompts(1, torch.Generator().manual_seed(0))
+    for image in (None, lab.images(prompts, 12)):
+        lab.sample(model, prompts, attention=watched, steps=2, image=image)
+    assert seen == [False, False, True, True]
 
 
 def test_a_sample_says_how_many_steps_it_has():

@@ -46,7 +46,7 @@ class Settings:
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         profile: a budget for each layer and head.
         schedule: how the blocks are shared out among the steps that are not dense; `sparsity` is the mean. Auto is for
-            videos, and constant with a profile, and where nobody knows how many steps there are.
+            videos from text, and constant with a profile, and where nobody knows how many steps there are.
         backend: `"auto"`, or the name of the one that has to run.
         quality: the word that was asked for instead of a sparsity, which it has for each task.
     """
@@ -111,6 +111,10 @@ class Settings:
             schedule=shape,
             quality=quality,
         )
+
+    def from_image(self) -> Settings:
+        """The same for videos that are made from an image, where auto is constant."""
+        return replace(self, schedule=Schedule()) if self.schedule.is_auto else self
 
     @property
     def asks_for_steps(self) -> bool:

@@ -22,7 +22,7 @@ from rainfusion.api import predict_mask, sparse_attention
 from rainfusion.autocast import own_precision
 from rainfusion.blockmask import BlockMask
 from rainfusion.lab import rules
-from rainfusion.lab.model import Grid, Place, arguments_at, dense
+from rainfusion.lab.model import Grid, Place, arguments_at, dense, schedule_at
 from rainfusion.lab.rules import Choice, Rule
 from rainfusion.layout import TokenLayout
 from rainfusion.options import TokenOrder, Window, sides
@@ -146,10 +146,10 @@ class Attend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         if place.step < self.dense_steps:
             return dense(q, k, v, place)
-        amount = self.amount
-        if not self.method.schedule.is_constant:
+        amount, schedule = self.amount, schedule_at(self.method.schedule, place)
+        if not schedule.is_constant:
             steps = place.steps - self.dense_steps
-            amount = self.method.schedule.densities(amount, steps)[place.step - self.dense_steps]
+            amount = schedule.densities(amount, steps)[place.step - self.dense_steps]
         with own_precision(q.device):
             options = {"backend": self.backend, **self.method.arguments(place, amount)}
             out, mask = sparse_attention(q, k, v, **options, mask=self._mask(q, k, v, place), return_mask=True)

@@ -48,6 +48,7 @@ class Place(NamedTuple):
     grid: Grid  # (t, h, w) of the tokens after the text
     text: int  # how many text tokens come before the grid
     steps: int = 1  # of the sample
+    from_image: bool = False  # whether the clip begins with a given image
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Place], Tensor]  # q, k, v [B, N, S, D] -> [B, N, S, D]
@@ -57,6 +58,11 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [S, D / 2]
 def dense(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
     """Full attention by torch."""
     return F.scaled_dot_product_attention(q, k, v)
+
+
+def schedule_at(schedule: Schedule, place: Place) -> Schedule:
+    """Auto is constant in images and from an image, as in `enable`."""
+    return Schedule() if schedule.is_auto and (place.from_image or place.grid[0] == 1) else schedule
 
 
 def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name it is the same
@@ -96,7 +102,7 @@ def sparse(  # type: ignore[misc] # sparsity is among the options, too: by name 
             first, chosen = word.dense_steps(place.steps), replace(method, sparsity=word.sparsity(place.grid[0]))
         if place.step < first:
             return dense(q, k, v, place)
-        chosen = shape.method_at(chosen, place.step - first, place.steps - first)
+        chosen = schedule_at(shape, place).method_at(chosen, place.step - first, place.steps - first)
         grid = None if method.sparse_type is None else place.grid
         return sparse_attention(q, k, v, method=chosen, txt_len=place.text, latent_shape_q=grid, backend=backend)
 
@@ -296,7 +302,7 @@ class DiT(nn.Module):
         modulation = self.modulation(condition).unflatten(-1, (6, -1))
         for layer, block in enumerate(cast("Iterable[Block]", self.blocks)):
             q, k, v = self._enter(block, x, modulation, rotation)
-            out = attention(q, k, v, Place(layer, step, grid, config.text))
+            out = attention(q, k, v, Place(layer, step, grid, config.text, from_image=image is not None))
             x = self._leave(block, x, out, modulation)
         x = modulate(x[:, config.text :], *self.last(condition).chunk(2, -1))
         ahead = grid[1] * grid[2]

@@ -34,12 +34,15 @@ def sample() -> Any:
     """KSampler: (model, a row of `tiny.MODELS`) -> latent."""
     import nodes
 
-    def run(model: Any, row: Any, steps: int = 2, denoise: float = 1.0, latent: Any = None) -> torch.Tensor:
+    def run(
+        model: Any, row: Any, steps: int = 2, denoise: float = 1.0, latent: Any = None, noise_mask: Any = None
+    ) -> torch.Tensor:
         latent = torch.zeros(row.latent) if latent is None else latent
         guidance = 3.0 if row.guided else 1.0
         positive, negative = row.conditioning(1), row.conditioning(2)
+        latents = {"samples": latent} if noise_mask is None else {"samples": latent, "noise_mask": noise_mask}
         (out,) = nodes.KSampler().sample(
-            model, 0, steps, guidance, "euler", "simple", positive, negative, {"samples": latent}, denoise
+            model, 0, steps, guidance, "euler", "simple", positive, negative, latents, denoise
         )
         return out["samples"]
 

@@ -7,9 +7,11 @@ import importlib
 import inspect
 import math
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import comfy.model_management
+import comfy.supported_models as supported
 import pytest
 import tiny
 import torch
@@ -89,6 +91,35 @@ def test_the_start_of_the_schedule_is_dense(sample):
     stats = comfyui.stats(fast)
     start, end = (next(n for why, n in stats.reasons.items() if word in why) for word in ("dense_start", "dense_end"))
     assert (start, end, stats.sparse_calls) == (4, 6, 10), "2 and 3 of 10 steps, in two layers"
+
+
+def first_frame_given(row):
+    """A mask as nodes that make videos from an image have it: 0 for what is given."""
+    mask = torch.ones(1, 1, *row.latent[2:])
+    mask[:, :, 0] = 0.0
+    return mask
+
+
+def from_image():
+    """Wan, with an image in channels of its own; LTX, with a frame that is given."""
+    wan = tiny.MODELS["wan"]
+    image = {"concat_latent_image": torch.zeros(wan.latent), "concat_mask": first_frame_given(wan)}
+    channels = partial(tiny.wan, kind=supported.WAN21_I2V, in_dim=36)
+    yield "wan", replace(wan, make=channels, conditions=image), {}
+    ltx = tiny.MODELS["ltx"]
+    yield "ltx", ltx, {"noise_mask": first_frame_given(ltx)}
+
+
+@pytest.mark.parametrize(("row", "mask"), [pytest.param(*own, id=name) for name, *own in from_image()])
+def test_auto_is_constant_from_an_image(sample, row, mask):
+    model, text = row.make(), tiny.MODELS["wan"]
+    auto, constant = (comfyui.apply(model, sparsity=0.7, min_tokens=0, schedule=name) for name in ("auto", "constant"))
+    assert torch.equal(sample(auto, row, steps=4, **mask), sample(constant, row, steps=4, **mask))
+    stats = comfyui.stats(auto)
+    assert stats.sparse_calls == 4 * row.layers and not stats.steps, str(stats)
+    alone = comfyui.apply(text.make(), sparsity=0.7, min_tokens=0)
+    sample(alone, text, steps=4)
+    assert len(comfyui.stats(alone).steps) == 4, "from text"
 
 
 def test_an_interrupt_leaves_nothing_behind(sample):

@@ -79,7 +79,8 @@ def apply(
         min_tokens: shorter sequences stay dense. None: by the measured crossover, 2048 at least.
         schedule: how the blocks are shared out over the part of the schedule that is not dense, of which `sparsity` is
             the mean: `"auto"`, `"constant"`, `"falling"`, numbers such as `[2, 1]`, or a function, see
-            `rainfusion.enable`.
+            `rainfusion.enable`. From an image, where auto is constant, is a run whose conditioning has a picture, or
+            whose latents have a mask.
         on_unsupported: what becomes of a call that cannot be sparse: `"dense"`, or `"error"`.
         backend: `"auto"`, or the name of the one that has to run.
 
@@ -110,7 +111,7 @@ def apply(
     )
     clone = model.clone()
     session.before_run(clone)  # guiders that have several models tell only the first one that a run begins
-    private_names.attach(clone, session.around_forward, session.before_run, session.after_run)
+    private_names.attach(clone, session.around_forward, session.around_run, session.before_run, session.after_run)
     return clone
 
 

@@ -105,8 +105,9 @@ class SparseAttention(io.ComfyNode):  # type: ignore[name-defined, misc]
                         default="auto",
                         optional=True,
                         tooltip="falling: the same number of blocks, more of them early, which comes nearer to the "
-                        "original picture in the same time. falling gently: for models of few steps. auto: one of them "
-                        "by the number of steps for a video, constant for an image.",
+                        "original video in the same time, if that is made from text. falling gently: for models of few "
+                        "steps. auto: one of them by the number of steps for a video from text, constant for an image "
+                        "and for a video from an image.",
                     )
                 ),
                 io.Combo.Input(  # the last one: saved workflows have their values in this order

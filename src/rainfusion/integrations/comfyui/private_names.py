@@ -17,6 +17,7 @@ HOST = Host("ComfyUI", "comfyui", ("0.3.64", "0.3.75", "0.8.0", "0.19.3"))
 KEY = "rainfusion"  # of our wrapper and callbacks in a patcher
 Override = Callable[..., Tensor]  # (dense attention, q, k, v, heads, ...) -> its result
 _OVERRIDE = "optimized_attention_override"
+_IMAGES = ("concat_latent_image", "concat_mask", "ref_latent")  # in a conditioning: a picture or video beside text
 _PATCHER = ("clone", "model", "model_options", "wrappers", "add_wrapper_with_key", "remove_wrappers_with_key",
             "add_callback_with_key", "remove_callbacks_with_key", "get_model_object")  # fmt: skip
 
@@ -62,9 +63,10 @@ def diffusion_model(patcher: Any) -> torch.nn.Module:
 
 
 class _Places(NamedTuple):
-    """Where a patcher keeps what is called around a forward, and before and after a run."""
+    """Where a patcher keeps what is called around a forward and around a run, and before and after a run."""
 
     around: str
+    around_run: str
     before_run: str
     after_run: str
 
@@ -72,17 +74,22 @@ class _Places(NamedTuple):
 def _places() -> _Places:
     with HOST.names(version()):
         names = import_module("comfy.patcher_extension")
-        callbacks = names.CallbacksMP
-        return _Places(names.WrappersMP.DIFFUSION_MODEL, callbacks.ON_PRE_RUN, callbacks.ON_CLEANUP)
+        wrappers, callbacks = names.WrappersMP, names.CallbacksMP
+        return _Places(wrappers.DIFFUSION_MODEL, wrappers.OUTER_SAMPLE, callbacks.ON_PRE_RUN, callbacks.ON_CLEANUP)
 
 
 def attach(
-    patcher: Any, around: Callable[..., Any], before_run: Callable[[Any], None], after_run: Callable[[Any], None]
+    patcher: Any,
+    around: Callable[..., Any],
+    around_run: Callable[..., Any],
+    before_run: Callable[[Any], None],
+    after_run: Callable[[Any], None],
 ) -> None:
-    """`around` every forward of the transformer; the others before and after a run of a sampler."""
+    """`around` every forward of the transformer; the others around, before and after a run of a sampler."""
     detach(patcher)
     places = _places()
     patcher.add_wrapper_with_key(places.around, KEY, around)
+    patcher.add_wrapper_with_key(places.around_run, KEY, around_run)
     patcher.add_callback_with_key(places.before_run, KEY, before_run)
     patcher.add_callback_with_key(places.after_run, KEY, after_run)
 
@@ -90,7 +97,8 @@ def attach(
 def detach(patcher: Any) -> None:
     """Takes off what an earlier `attach` put on this patcher, or on one that it was cloned from."""
     places = _places()
-    patcher.remove_wrappers_with_key(places.around, KEY)
+    for place in (places.around, places.around_run):
+        patcher.remove_wrappers_with_key(place, KEY)
     for event in (places.before_run, places.after_run):
         patcher.remove_callbacks_with_key(event, KEY)
 
@@ -108,11 +116,20 @@ def sigma_at(patcher: Any, share: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a forward of the transformer
+# a run of a sampler, a forward of the transformer
+
+
+def is_from_image(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a run begins with a picture: its conditioning has one, or its latents have a mask of what is given."""
+    conditions = getattr(executor.class_obj, "conds", None) or {}
+    given = any(
+        condition.get(name) is not None for each in conditions.values() for condition in each for name in _IMAGES
+    )
+    return given or arguments(executor, args, kwargs).get("denoise_mask") is not None
 
 
 def arguments(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a wrapper was given, by the names of the transformer's forward, with its further keywords beside them."""
+    """What a wrapper was given, by the names of what it is around, with further keywords beside them."""
     with HOST.names(version()):
         signature = inspect.signature(executor.original)
     found = dict(signature.bind_partial(*args, **kwargs).arguments)

@@ -62,9 +62,18 @@ class Session:
         self._layer: int | None = None  # whose attention call comes next
         self._previous: comfy.Override | None = None  # the override of another node
         self._is_over = False  # the last run: what is counted next is of another
+        self._from_image = False  # whether the run begins with a picture
 
     # -----------------------------------------------------------------------------------------------------------------
     # a run of a sampler
+
+    def around_run(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """ComfyUI's wrapper of a run, which knows what it is made from."""
+        self._from_image = comfy.is_from_image(executor, args, kwargs)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            self._from_image = False
 
     def before_run(self, patcher: Any) -> None:
         """Counts begin again. The patcher is the one that runs: nodes behind ours may have changed its schedule."""
@@ -77,7 +86,7 @@ class Session:
 
     def _ends_of_stages(self, patcher: Any) -> list[float]:
         schedule = self.decider.settings.schedule
-        if schedule.is_constant:
+        if schedule.is_constant or (schedule.is_auto and self._from_image):
             return []
         length = max(0.0, 1.0 - self.dense_start - self.dense_end) / _STAGES
         ends = (self.dense_start + (stage + 1) * length for stage in range(_STAGES))

@@ -14,6 +14,7 @@ What is decided, and why, is in `rainfusion.integrations.decider`, which knows n
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,8 +137,9 @@ def enable(
         schedule: how the blocks of a run are shared out among its steps, of which `sparsity` is the mean: `"constant"`,
             `"falling"` (from five thirds of the mean density to a third of it), numbers at evenly spaced points of the
             run such as `[5, 3, 1]`, or a function of the share of it that is done. Only ratios count; dense steps are
-            left out of it. `"auto"`: falling in videos, gently (`[2, 1]`) with 8 steps or fewer; constant in images,
-            with a profile, and in a transformer alone, which does not know its steps.
+            left out of it. `"auto"`: falling in videos from text, gently (`[2, 1]`) with 8 steps or fewer; constant in
+            images, in videos from an image, with a profile, and in a transformer alone, which does not know its steps.
+            From an image is what a pipeline makes whose call has an argument `image`, also where that is left out.
         backend: `"auto"`, or the name of the one that has to run, as for `sparse_attention`.
         quality: instead of `sparsity`, a word: `"high"` (0.75 of the blocks are skipped for video, 0.5 for images),
             `"balanced"` (0.85 and 0.6, as without a word) or `"fast"` (0.9 and 0.7). Other options go with it.
@@ -268,6 +270,8 @@ def _start(pipe_or_transformer: Any, settings: Settings, observer: Observer | No
     models, pipeline = _transformers(pipe_or_transformer)
     if pipeline is None:
         _check_steps_are_known(settings)
+    elif _takes_an_image(pipeline):
+        settings = settings.from_image()
     steps = Steps(pipeline)
     hosts = {
         name: Host(model, find(model), settings, steps, "" if len(models) == 1 else name, observer)
@@ -283,6 +287,14 @@ def _start(pipe_or_transformer: Any, settings: Settings, observer: Observer | No
             host.detach()
         raise
     return Handle(hosts)
+
+
+def _takes_an_image(pipeline: Any) -> bool:
+    """By the arguments of its call: what a call was given is not known to its transformer."""
+    try:
+        return "image" in inspect.signature(type(pipeline).__call__).parameters
+    except (AttributeError, TypeError, ValueError):  # nothing to call, or nothing that Python can tell
+        return False
 
 
 def _check_steps_are_known(settings: Settings) -> None:
