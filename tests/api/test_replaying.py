@@ -13,7 +13,6 @@ from rainfusion import replaying
 from rainfusion.calls import Inputs
 from rainfusion.replaying import launch
 
-
 watched = replaying._watched
 
 
