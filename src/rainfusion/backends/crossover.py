@@ -23,6 +23,7 @@ from rainfusion.options import Method
 from rainfusion.prediction import budgets
 
 _HOST_SLACK = 1.5  # hosts are slower than that of the measurements, and busy
+_START_OF_KERNEL = 17e-6  # seconds of a small kernel between others, of an H200
 _SLACK = 1.15  # where the two are about as fast, dense attention is exact
 
 
@@ -72,7 +73,9 @@ def times(speed: Speed, method: Method, shapes: Shapes, density: float) -> tuple
     of_k = 4 + (method.strategy == "rf_v2" and method.q_parts > 1) + 2 * (method.precision != "native")
     passes = (math.prod(shapes.q) + of_k * math.prod(shapes.k)) * shapes.dtype.itemsize
     dense = flops / speed.dense_rate + speed.dense_start
-    return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + speed.start
+    kernels = (method.strategy == "rf_v2" and method.q_parts > 1) + method.compensate  # beside those of any call
+    start = speed.start + kernels * _START_OF_KERNEL * (shapes.device.type == "cuda")
+    return dense, density * flops / speed.sparse_rate + passes / speed.bandwidth + start
 
 
 def expected_density(method: Method, shapes: Shapes, specs: tuple[LayoutSpec, LayoutSpec]) -> float | None:
