@@ -34,7 +34,7 @@ def attend(
     """`layouts`: of q and k, where a process holds its tokens in an order of its own; `shard`: some of the queries."""
     own_order = layouts is not None or shard is not None
     if not own_order and (repeated := replaying.again(inputs, plan)) is not None:
-        return Attended(*repeated, None)
+        return repeated
     with alone_on(inputs.q.device):
         if plan.dense_because is not None:
             return Attended(dense.attend(inputs, plan.call), None, _full_mask(inputs, plan.call))
@@ -47,7 +47,7 @@ def attend(
             keys = backend.prepare(request)
             mask = request.mask or predict(request, backend, keys)
             out, lse = backend.attend(request, keys, mask)
-            finish(out, lse)
+            finish(out, lse, mask)
         return Attended(out, lse, _full_mask(inputs, plan.call) if plan.call.keeps_everything else mask)
 
 

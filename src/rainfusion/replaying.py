@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from rainfusion.calls import Inputs, Shapes
+from rainfusion.blockmask import BlockMask
+from rainfusion.calls import Attended, Inputs, Shapes
 from rainfusion.graphs import is_capturing
 from rainfusion.options import Method
 
@@ -33,7 +34,7 @@ MOST_BYTES = 256 * 2**20  # between q, k, v and out: calls that need more take l
 MOST_RECORDINGS = 256
 _ALIGNED = 512  # as torch's allocator does
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-_SEEN_ONCE, _NEVER = "seen once", "never"
+_SEEN_ONCE, _FAILED_ONCE, _NEVER = "seen once", "failed once", "never"
 
 _known: dict[Any, Recording | str] = {}  # by plan and how tensors lie in memory
 _local = threading.local()  # .recorder: of the call that this thread records
@@ -95,20 +96,19 @@ class _Result(NamedTuple):
 
 
 class Recording:
-    """What a call launched. Bases of pointers: q, k, v, out, lse, and the memory between."""
+    """What a call launched. Bases of pointers: q, k, v, its results, and the memory between."""
 
     def __init__(self, launches: list[_Launch], results: list[_Result], size: int, kept: list[Tensor]) -> None:
         self._launches, self._results, self._size = launches, results, size
         self._kept = kept  # layouts and other tensors that every such call reads
 
-    def run(self, inputs: Inputs, device: int | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, inputs: Inputs, device: int | None) -> list[Tensor]:
         results = [
             torch.empty_strided(shape, strides, dtype=dtype, device=inputs.q.device)
             for shape, strides, dtype in self._results
         ]
         between = torch.empty(self._size, dtype=torch.uint8, device=inputs.q.device)
-        lse = results[1] if len(results) > 1 else None
-        bases = [x.data_ptr() for x in (*inputs[:3], results[0], lse if lse is not None else between, between)]
+        bases = [x.data_ptr() for x in (*inputs[:3], *results, between)]
         stream = 0 if device is None else torch._C._cuda_getCurrentRawStream(device)
         for run, programs, function, packed, arguments, places, boxes in self._launches:
             found = arguments.copy()
@@ -117,7 +117,7 @@ class Recording:
             for (at, base, offset), shape, strides, padding in boxes:
                 found[at] = _Descriptor(_Pointer(bases[base] + offset), shape, strides, padding)
             run(programs, 1, 1, stream, function, packed, None, None, None, *found)
-        return results[0], lse
+        return results
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
@@ -131,29 +131,39 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         recorder.launched(kernel, compiled, programs, args, options)
 
 
-def again(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
-    """out and lse of a call that is a repetition; None if it is not, or not known yet."""
+def again(inputs: Inputs, plan: Plan) -> Attended | None:
+    """The result of a call that is a repetition; None if it is not, or not known yet."""
     device = inputs.q.device.index
     if not _known or device is None or device != torch.cuda.current_device() or is_capturing(inputs.q.device):
         return None
     found = _known.get(_key(inputs, plan))
-    return found.run(inputs, device) if isinstance(found, Recording) and not _watched() else None
+    if not isinstance(found, Recording) or _watched():
+        return None
+    out, *others = found.run(inputs, device)
+    lse = others.pop(0) if plan.call.return_lse else None
+    mask = BlockMask(others[0], others[1], plan.method.block_size) if others else None
+    return Attended(out, lse, mask)
 
 
 @contextmanager
-def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Tensor | None], None]]:
+def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Tensor | None, BlockMask], None]]:
     """Records what is run inside, if it is time to, and there is a plan. What is given is to be told the results."""
-    key = _key(inputs, plan) if plan is not None and _may_repeat(inputs, plan) else None
-    if key is None or not _is_second(key):
-        yield lambda out, lse: None
+    if plan is None or not _may_repeat(inputs, plan):
+        yield lambda out, lse, mask: None
+        return
+    key, wants_mask = _key(inputs, plan), plan.call.return_mask
+    seen = _seen(key)
+    if seen not in (_SEEN_ONCE, _FAILED_ONCE):
+        yield lambda out, lse, mask: None
         return
     recorder = _Recorder(inputs)
     _local.recorder = recorder
     found: Recording | None = None
 
-    def finish(out: Tensor, lse: Tensor | None) -> None:
+    def finish(out: Tensor, lse: Tensor | None, mask: BlockMask) -> None:
         nonlocal found
-        found = recorder.recording(out, lse)
+        results = [out, lse, *((mask.counts, mask.indices) if wants_mask else ())]
+        found = recorder.recording([x for x in results if x is not None])
 
     try:
         with recorder:
@@ -161,18 +171,19 @@ def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Te
     finally:
         _local.recorder = None
         with _lock:
-            _known[key] = found or _NEVER
+            # what made it fail may pass: a cache that was filled, memory that was short
+            _known[key] = found or (_FAILED_ONCE if seen == _SEEN_ONCE else _NEVER)
 
 
-def _is_second(key: Any) -> bool:
-    """Whether such a call was seen once before. Notes that it was."""
+def _seen(key: Any) -> Recording | str | None:
+    """What is known of such a call. Notes that there was one."""
     with _lock:
         seen = _known.get(key)
         if seen is None:
             while len(_known) >= MOST_RECORDINGS:
                 del _known[next(iter(_known))]
             _known[key] = _SEEN_ONCE
-        return seen == _SEEN_ONCE
+        return seen
 
 
 def could_repeat(method: Method, shapes: Shapes) -> bool:
@@ -189,7 +200,7 @@ def could_repeat(method: Method, shapes: Shapes) -> bool:
 
 
 def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
-    if plan.backend not in ("hopper", "triton") or inputs.mask is not None or plan.call.return_mask:
+    if plan.backend not in ("hopper", "triton") or inputs.mask is not None:
         return False
     return could_repeat(plan.method, plan.shapes) and not is_capturing(inputs.q.device) and not _watched()
 
@@ -199,7 +210,7 @@ def _watched() -> bool:
     from triton import knobs
 
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return knobs.runtime.debug or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 def _key(inputs: Inputs, plan: Plan) -> Any:
@@ -211,7 +222,22 @@ def _key(inputs: Inputs, plan: Plan) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees the operations and launches of a call."""
+    """Sees the operations and launches of a call.
+
+    It enters by itself: the base class notes in variables of the whole process that there is a mode, and several
+    threads may record at a time.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation that is seen imports the compiler
+
+    def __enter__(self) -> _Recorder:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,14 +246,23 @@ class _Recorder(TorchDispatchMode):
         self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
         self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any]]] = []
         self._other: str | None = None  # what cannot be repeated
+        self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and func.name().partition(".")[0] in _ALLOCATIONS:
-            self._allocated[result.untyped_storage().data_ptr()] = result
+            self._keep(result)
         elif not self._is_view(func, args, result):
             self._other = func.name()
         return result
+
+    def _keep(self, x: Tensor) -> None:
+        self._bytes += x.untyped_storage().nbytes()
+        if self._bytes > 2 * MOST_BYTES:  # with results
+            self._other = "too much memory"
+            self._allocated.clear()
+        if self._other is None:
+            self._allocated[x.untyped_storage().data_ptr()] = x
 
     @staticmethod
     def _is_view(func: Any, args: Any, result: Any) -> bool:
@@ -240,9 +275,8 @@ class _Recorder(TorchDispatchMode):
             self._other = "a kernel that was not compiled"
         self._told.append((kernel, compiled, programs, args, options))
 
-    def recording(self, out: Tensor, lse: Tensor | None) -> Recording | None:
+    def recording(self, results: list[Tensor]) -> Recording | None:
         """None if the call did what cannot be repeated."""
-        results = [out] if lse is None else [out, lse]
         at_results = [x.untyped_storage().data_ptr() for x in results]
         sizes = {at: x.untyped_storage().nbytes() for at, x in self._allocated.items() if at not in at_results}
         whole = all(at in self._allocated and x.data_ptr() == at for at, x in zip(at_results, results, strict=True))
@@ -262,7 +296,7 @@ class _Recorder(TorchDispatchMode):
             if memory in at_results:
                 return _Place(at, 3 + at_results.index(memory), x.data_ptr() - memory)
             if memory in offsets:
-                return _Place(at, 5, offsets[memory] + x.data_ptr() - memory)
+                return _Place(at, 3 + len(results), offsets[memory] + x.data_ptr() - memory)
             if memory in self._of_inputs:
                 self._other = "a part of the inputs"
             kept.append(x)
@@ -282,6 +316,7 @@ class _Recorder(TorchDispatchMode):
                     found = place(i, x.base)
                     if found is not None:
                         boxes.append(_Box(found, list(x.shape), list(x.strides), x.padding))
+                        arguments[i] = None  # not to hold on to that memory
             launches.append(
                 _Launch(compiled.run, programs, compiled.function, compiled.packed_metadata, arguments, places, boxes)
             )

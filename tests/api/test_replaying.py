@@ -4,6 +4,9 @@ What of it needs Triton's launcher is in tests/gpu/test_gpu_replaying.py.
 """
 
 import ctypes
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +58,13 @@ def _base(x):
     return x.base.data_ptr() if hasattr(x, "base") else x.data_ptr()
 
 
+class Plan:
+    """As much of one as recordings ask for."""
+
+    def __init__(self, return_mask=False):
+        self.call = SimpleNamespace(return_mask=return_mask, return_lse=False)
+
+
 def tensors(*shape):
     return Inputs(*(torch.randn(*shape) for _ in range(3)))
 
@@ -86,13 +96,13 @@ def attended(inputs, plan, kernel, more=None):
         return found.run(inputs, None)[0]
     with replaying.recorded(inputs, plan) as finish:
         out, lse = call(inputs, kernel, more)
-        finish(out, lse)
+        finish(out, lse, None)
     return out
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 4, 8), (2, 1, 32, 1)])
 def test_from_the_third_on_a_call_is_launched_again(shape):
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for i in range(5):
         inputs = tensors(*shape)
         torch.testing.assert_close(attended(inputs, plan, kernel), expected(inputs))
@@ -100,7 +110,7 @@ def test_from_the_third_on_a_call_is_launched_again(shape):
 
 
 def test_results_of_a_call_are_its_own():
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     calls = [tensors(1, 1, 4, 4) for _ in range(5)]
     results = [attended(inputs, plan, kernel) for inputs in calls]
     for inputs, result in zip(calls, results, strict=True):
@@ -109,7 +119,7 @@ def test_results_of_a_call_are_its_own():
 
 @pytest.mark.parametrize("what", ["stride", "plan", "alias"])
 def test_what_lies_otherwise_is_another_call(what):
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(3):
         attended(tensors(1, 1, 4, 4), plan, kernel)
     assert kernel.runs == [5, 6, 7]
@@ -118,12 +128,12 @@ def test_what_lies_otherwise_is_another_call(what):
         inputs = inputs._replace(q=torch.randn(1, 1, 4, 8)[..., :4])
     elif what == "alias":  # q and k in one place: which of the two a pointer means cannot be told
         inputs = inputs._replace(k=inputs.q)
-    attended(inputs, object() if what == "plan" else plan, kernel)
+    attended(inputs, Plan() if what == "plan" else plan, kernel)
     assert kernel.runs == [5, 6, 7]
 
 
 def test_one_tensor_as_q_and_k_is_repeated_as_such():
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(4):
         inputs = tensors(1, 1, 4, 4)
         inputs = inputs._replace(k=inputs.q)
@@ -135,7 +145,7 @@ def test_one_tensor_as_q_and_k_is_repeated_as_such():
     "more", [lambda x: x.add_(0.0), lambda x: x + 1, lambda x: x[0].fill_(0.0), lambda x: x.sum().item()]
 )
 def test_operations_of_torch_are_not_repeated_so_neither_is_the_call(more):
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(4):
         inputs = tensors(1, 1, 4, 4)
         torch.testing.assert_close(attended(inputs, plan, kernel, more), expected(inputs))
@@ -143,36 +153,113 @@ def test_operations_of_torch_are_not_repeated_so_neither_is_the_call(more):
 
 
 def test_views_are():
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(4):
         attended(tensors(1, 1, 4, 4), plan, kernel, lambda x: x[1].view(4, 4).transpose(0, 1).unflatten(0, (2, 2)))
     assert kernel.runs == [5, 6, 7] * 2
 
 
 def test_a_part_of_an_input_that_lies_elsewhere_is_not_taken_for_a_constant():
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(4):
         inputs = tensors(1, 1, 4, 4)
         with replaying.recorded(inputs, plan) as finish:
             out = torch.empty(8)
             launch(kernel, 1, inputs.q[0, 0, 2:], inputs.k, out, factor=1.0, N=8)
-            finish(out, None)
+            finish(out, None, None)
     assert not any(isinstance(found, replaying.Recording) for found in replaying._known.values())
 
 
-def test_a_call_that_fails_is_not_repeated():
-    kernel, plan = Kernel(), object()
+def fail(plan):
+    with pytest.raises(RuntimeError, match="out of"), replaying.recorded(tensors(1, 1, 4, 4), plan):
+        raise RuntimeError("out of memory")
+
+
+def test_a_call_that_fails_is_tried_once_more():
+    kernel, plan = Kernel(), Plan()
+    fail(plan)
+    fail(plan)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of"), replaying.recorded(tensors(1, 1, 4, 4), plan):
-            raise RuntimeError("out of memory")
+        attended(tensors(1, 1, 4, 4), plan, kernel)
+    assert kernel.runs == [5, 6, 7]
+
+
+def test_and_not_again():
+    kernel, plan = Kernel(), Plan()
+    for _ in range(3):
+        fail(plan)
     assert list(replaying._known.values()) == ["never"]
-    attended(tensors(1, 1, 4, 4), plan, kernel)
+    for _ in range(3):
+        attended(tensors(1, 1, 4, 4), plan, kernel)
     assert kernel.runs == []
+
+
+def test_a_mask_is_a_result_of_its_own():
+    """Its list may lie where scores were, as another type."""
+    kernel, plan, found = Kernel(), Plan(return_mask=True), []
+    for _ in range(4):
+        inputs = tensors(1, 1, 4, 4)
+        ready = replaying._known.get(replaying._key(inputs, plan))
+        if isinstance(ready, replaying.Recording):
+            out, counts, indices = ready.run(inputs, None)
+        else:
+            with replaying.recorded(inputs, plan) as finish:
+                scores, counts, out = torch.empty(16), torch.empty(16), torch.empty_like(inputs.q)
+                launch(kernel, 1, inputs.q, inputs.k, scores, factor=1.0, N=16)
+                launch(kernel, 2, scores, inputs.v, counts, factor=1.0, N=16)
+                launch(kernel, 3, counts, inputs.v, out, factor=1.0, N=16)
+                indices = scores.view(torch.int32)
+                finish(out, None, SimpleNamespace(counts=counts, indices=indices))
+        found.append((inputs, out, counts, indices))
+    assert kernel.runs == [1, 2, 3] * 2
+    for (q, k, v, *_), out, counts, indices in found:
+        torch.testing.assert_close(indices.view(torch.float32), (q + k).flatten())
+        torch.testing.assert_close(counts, (q + k + v).flatten())
+        torch.testing.assert_close(out, q + k + 2 * v)
+
+
+def test_nothing_of_a_call_is_kept_but_what_others_read():
+    kernel, plan = Kernel(), Plan()
+    attended(tensors(1, 1, 4, 4), plan, kernel)
+    inputs = tensors(1, 1, 4, 4)
+    gone = [weakref.ref(x) for x in inputs[:3]]
+    out = attended(inputs, plan, kernel, lambda between: gone.append(weakref.ref(between)))
+    gone.append(weakref.ref(out))
+    del inputs, out
+    gc.collect()
+    (recording,) = replaying._known.values()
+    assert recording._kept[0] is CONSTANT
+    assert len(recording._kept) == 1
+    assert not any(reference() for reference in gone)
+
+
+def test_threads_that_record_at_once_leave_no_mode_behind():
+    from torch.utils import _python_dispatch
+
+    kernel, plans = Kernel(), [Plan(), Plan()]
+    for plan in plans:
+        attended(tensors(1, 1, 4, 4), plan, kernel)
+    steps = [threading.Barrier(2) for _ in range(2)]
+
+    def work(plan):
+        inputs = tensors(1, 1, 4, 4)
+        with replaying.recorded(inputs, plan) as finish:
+            steps[0].wait()
+            finish(*call(inputs, kernel), None)
+            steps[1].wait()
+
+    threads = [threading.Thread(target=work, args=(plan,)) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(found, replaying.Recording) for found in replaying._known.values()) == 2
+    assert not _python_dispatch._is_in_torch_dispatch_mode
 
 
 def test_large_calls_are_not(monkeypatch):
     monkeypatch.setattr(replaying, "MOST_BYTES", 100)
-    kernel, plan = Kernel(), object()
+    kernel, plan = Kernel(), Plan()
     for _ in range(4):
         attended(tensors(1, 1, 4, 4), plan, kernel)  # 128 bytes between
     assert kernel.runs == []
@@ -191,5 +278,5 @@ def test_who_watches_launches_sees_them():
 def test_so_many_are_known():
     kernel = Kernel()
     for _ in range(replaying.MOST_RECORDINGS + 10):
-        attended(tensors(1, 1, 1, 1), object(), kernel)
+        attended(tensors(1, 1, 1, 1), Plan(), kernel)
     assert len(replaying._known) == replaying.MOST_RECORDINGS

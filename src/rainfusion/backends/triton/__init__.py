@@ -514,8 +514,8 @@ def _weights_of_whole_blocks(
         found[:, blocks - 1] = math.log2(length - (blocks - 1) * size)
         if not capturing:
             found = found.to(device)
-            if len(_WEIGHTS) >= 64:
-                _WEIGHTS.clear()
+            if len(_WEIGHTS) >= 1024:  # of a few KB each
+                _WEIGHTS.pop(next(iter(_WEIGHTS)), None)
             _WEIGHTS[key] = found
     keep_if_captured(device, found)
     return found
