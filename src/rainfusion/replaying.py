@@ -139,7 +139,12 @@ def again(inputs: Inputs, plan: Plan) -> Attended | None:
     found = _known.get(_key(inputs, plan))
     if not isinstance(found, Recording) or _watched():
         return None
-    out, *others = found.run(inputs, device)
+    return _attended(found.run(inputs, device), plan)
+
+
+def _attended(results: list[Tensor], plan: Plan) -> Attended:
+    """From what `finish` was told, in its order."""
+    out, *others = results
     lse = others.pop(0) if plan.call.return_lse else None
     mask = BlockMask(others[0], others[1], plan.method.block_size) if others else None
     return Attended(out, lse, mask)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rainfusion import replaying
+from rainfusion import BlockMask, replaying
 from rainfusion.calls import Inputs
 from rainfusion.replaying import launch
 
@@ -216,6 +216,31 @@ def test_a_mask_is_a_result_of_its_own():
         torch.testing.assert_close(indices.view(torch.float32), (q + k).flatten())
         torch.testing.assert_close(counts, (q + k + v).flatten())
         torch.testing.assert_close(out, q + k + 2 * v)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("return_mask", [False, True])
+def test_results_come_back_as_they_were_told(return_lse, return_mask, monkeypatch):
+    plan = Plan(return_mask)
+    plan.call.return_lse, plan.method = return_lse, SimpleNamespace(block_size=(128, 32))
+    inputs = tensors(1, 1, 4, 4)
+    told = []
+    monkeypatch.setattr(replaying._Recorder, "recording", lambda self, results: told.append(results))
+    for _ in range(2):
+        with replaying.recorded(inputs, plan) as finish:
+            out, lse = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4) if return_lse else None
+            mask = BlockMask(
+                torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int16), (128, 32)
+            )
+            finish(out, lse, mask)
+    (results,) = told
+    found = replaying._attended(results, plan)
+    assert found.out is out
+    assert found.lse is lse
+    assert (found.mask is not None) == return_mask
+    if return_mask:
+        assert (found.mask.counts is mask.counts, found.mask.indices is mask.indices) == (True, True)
+        assert found.mask.block_size == (128, 32)
 
 
 def test_nothing_of_a_call_is_kept_but_what_others_read():
