@@ -153,15 +153,12 @@ def _attended(results: list[Tensor], plan: Plan) -> Attended:
 @contextmanager
 def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Tensor | None, BlockMask], None]]:
     """Records what is run inside, if it is time to, and there is a plan. What is given is to be told the results."""
-    if plan is None or not _may_repeat(inputs, plan):
+    key = _key(inputs, plan) if plan is not None and _may_repeat(inputs, plan) else None
+    seen = None if key is None else _seen(key)
+    if plan is None or seen not in (_SEEN_ONCE, _FAILED_ONCE):
         yield lambda out, lse, mask: None
         return
-    key, wants_mask = _key(inputs, plan), plan.call.return_mask
-    seen = _seen(key)
-    if seen not in (_SEEN_ONCE, _FAILED_ONCE):
-        yield lambda out, lse, mask: None
-        return
-    recorder = _Recorder(inputs)
+    wants_mask, recorder = plan.call.return_mask, _Recorder(inputs)
     _local.recorder = recorder
     found: Recording | None = None
 
@@ -233,6 +230,15 @@ class _Recorder(TorchDispatchMode):
     threads may record at a time.
     """
 
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inputs = [x.data_ptr() for x in inputs[:3]]
+        self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
+        self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
+        self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any]]] = []
+        self._other: str | None = None  # what cannot be repeated
+        self._bytes = 0
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else the first operation that is seen imports the compiler
@@ -243,15 +249,6 @@ class _Recorder(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         _pop_mode()
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._inputs = [x.data_ptr() for x in inputs[:3]]
-        self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
-        self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
-        self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any]]] = []
-        self._other: str | None = None  # what cannot be repeated
-        self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

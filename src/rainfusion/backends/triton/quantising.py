@@ -101,18 +101,9 @@ def prepare(request: Request, form: Form) -> Keys:
         num_warps=2 * triton.row_warps(k),
     )  # fmt: skip
     launch(
-        quantise.quantise_kernel,
-        batch * heads * math.ceil(blocks / pieces),
-        k,
-        v,
-        layout.order,
-        flags,
-        *found,
-        *strides,
-        FIRST=0,
-        **total,
-        **sizes,
-    )
+        quantise.quantise_kernel, batch * heads * math.ceil(blocks / pieces),
+        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes,
+    )  # fmt: skip
     if v_means is not None:  # the means, as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         launch(
