@@ -74,7 +74,8 @@ def assert_e4m3(rounded, exact, scale):
     exact = exact / scale
     allowed = exact.abs() / 16 + 2**-10 + 1e-6
     if DEVICE == "cpu":  # Triton's interpreter cuts off near zero, and forgets the carry when a mantissa rounds up to 2
-        allowed = (allowed + 2**-10).masked_fill(torch.frexp(exact.abs())[0] >= 0.96875, torch.inf)
+        carried = torch.frexp(exact.abs() * (1 - 1e-6))[0] >= 0.96875  # scaled by an inverse: 2 may come as 2 - 2^-22
+        allowed = (allowed + 2**-10).masked_fill(carried, torch.inf)
     assert ((rounded / scale - exact).abs() <= allowed).all()
 
 
@@ -156,7 +157,7 @@ def test_a_block_without_keys_does_not_take_the_range_of_the_means(precision):
 def test_the_mean_is_taken_away_and_the_range_is_used(layout):
     k, v = inputs(layout)
     keys = prepared(k, v, layout, None)
-    torch.testing.assert_close(keys.scales.k_mean, k.float().mean(2), atol=0.15, rtol=0)
+    torch.testing.assert_close(keys.scales.k_mean, k.float().mean(2), atol=1e-5, rtol=1e-5)
     scaled = layout.block_size if layout.block_size == 128 else keys.k.shape[2]  # together
     assert keys.k.unflatten(2, (-1, scaled)).abs().amax((-1, -2)).eq(127).all()
     torch.testing.assert_close(keys.means.cpu(), block_means(k.cpu(), layout.to("cpu")), atol=1e-5, rtol=1e-5)
@@ -173,7 +174,7 @@ def test_removed_keys_leave_no_trace(layout):
     assert torch.equal(clean.v.view(torch.uint8), dirty.v.view(torch.uint8))
     assert all(torch.equal(a, b) for a, b in zip(clean.scales, dirty.scales, strict=True))
     kept = [k[b][:, keep[b]].float().mean(1) for b in range(2)]
-    torch.testing.assert_close(clean.scales.k_mean, torch.stack(kept), atol=0.3, rtol=0)
+    torch.testing.assert_close(clean.scales.k_mean, torch.stack(kept), atol=1e-5, rtol=1e-5)
     assert clean.bias.isneginf().sum() == 2 * (layout.num_blocks * layout.block_size) - keep.sum()
 
 

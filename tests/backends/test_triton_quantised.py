@@ -105,9 +105,7 @@ def rounded(q, k, v, order_k, block_size, attn_mask, precision):
     def in_blocks(x):
         return F.pad(x[:, :, order_k], (0, 0, 0, padding)).unflatten(2, (-1, k_size))
 
-    number = in_blocks(keep[:, None, :, None].double()).sum((3, 4))  # [B, 1, N]
-    means = in_blocks(k).sum(3) / number.clamp(min=1)[..., None]
-    mean = means.sum(2) / (number > 0).sum(2).clamp(min=1)[..., None]
+    mean = k.sum(2) / keep.sum(1).clamp(min=1)[:, None, None]
     smoothed = (k - mean[:, :, None]).masked_fill(removed, 0.0)
     blocks = in_blocks(smoothed)
     scale = blocks.abs().amax((3, 4) if k_size == q_size else (2, 3, 4), keepdim=True).clamp(min=1e-30) / largest

@@ -66,52 +66,68 @@ def prepare(request: Request, form: Form) -> Keys:
     weights = triton.stand_in_weights(request, key_bias, form.tile) if stand_ins else None
     spare = triton.stand_in_blocks(weights, size)
     flags = None if keep is None else triton.as_bytes(keep)
-    sizes = dict(UNIT=triton.row_unit(k), D=head_dim, D_PAD=padded, KEYS=size)
-    sizes.update(HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None)
-    strides = (*triton.row_strides(k, v), heads, length, blocks)
+    sizes = dict(UNIT=triton.row_unit(k), D=head_dim, D_PAD=padded, HAS_KEEP=keep is not None)
+    ordered = dict(HAS_ORDER=not layout.is_identity)
+    strides = (*triton.row_strides(k, v), heads, length)
     spreads = triton.new_spreads(request)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return k.new_empty((batch, heads, *shape), dtype=dtype)
 
-    means, k_mean = new(blocks, head_dim), new(head_dim)
     dtype = spread.means_dtype(request.method, k.dtype)
-    rounded = new(blocks, head_dim, dtype=dtype) if parts == 1 and dtype != means.dtype else None
-    v_means = torch.empty_like(means) if stand_ins else None
-    largest, v_scale = (new(blocks, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
-    bounds = None if pieces == 1 else new(blocks, 2, head_dim)
+    means = v_means = None
+    if parts == 1 or stand_ins:
+        means = new(blocks, head_dim, dtype=dtype if parts == 1 else k.dtype)
+        v_means = torch.empty_like(means) if stand_ins else None
+    # where nothing is asked of blocks, tokens are counted in pieces that one warp sums by itself
+    by_block = means is not None or spreads is not None
+    counted, warps = (size, triton.block_warps(k, size)) if by_block else (min(size, 4096 // padded), 1)
+    number = math.ceil(length / counted)
+    each = _together(batch * heads * number)
+    groups = math.ceil(number / each)
+    sums, numbers, k_mean = new(groups, head_dim), new(groups), new(head_dim)
+    largest, v_scale = (new(groups, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
+    bounds = None if pieces == 1 else new(groups, 2, head_dim)
     k_scale = new(blocks + spare if pieces == 1 else 1)
     k_out = new((blocks + spare) * size, width, dtype=form.k)
     v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
     v_out = new(*v_shape, dtype=form.v)
     launch(
-        quantise.statistics_kernel, batch * heads * blocks,
-        k, v, layout.order, flags, means, rounded, v_means, largest, bounds, spreads, *strides,
-        **sizes, num_warps=triton.row_warps(k) if pieces == 1 and spreads is None else triton.block_warps(k, size),
+        quantise.statistics_kernel, batch * heads * groups,
+        k, v, layout.order, flags, sums, numbers, largest, bounds, means, v_means, spreads, *strides, number, each,
+        **sizes, **ordered, KEYS=counted, num_warps=warps,
     )  # fmt: skip
     launch(
         quantise.channels_kernel, batch * heads,
-        means, largest, bounds, k_mean, v_scale, k_scale, blocks,
-        D=head_dim, D_PAD=padded, ROWS=32 * pieces, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
-        num_warps=4 * pieces,
+        sums, numbers, largest, bounds, k_mean, v_scale, k_scale, groups,
+        D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
+        num_warps=8,
     )  # fmt: skip
     found = (k_mean, v_scale, k_out, v_out, k_scale)
+    apart = pieces == 1 or form.k != torch.int8  # else values show what is not finite in keys
     total = dict(
-        ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
-        num_warps=2 * triton.row_warps(k),
+        ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, KEYS=size, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
+        APART=apart, num_warps=4 * triton.row_warps(k),
     )  # fmt: skip
+    sides = 2 if apart else 1
     launch(
-        quantise.quantise_kernel, batch * heads * math.ceil(blocks / pieces),
-        k, v, layout.order, flags, *found, *strides, FIRST=0, **total, **sizes,
+        quantise.quantise_kernel, batch * heads * math.ceil(blocks / pieces) * sides,
+        k, v, layout.order, flags, *found, *strides, blocks, FIRST=0, **total, **sizes, **ordered,
     )  # fmt: skip
-    if v_means is not None:  # the means, as blocks of keys and values after the others
+    if means is not None and v_means is not None:  # as blocks of keys and values after the others
         live = None if keep is None else triton.as_bytes(live_blocks(layout, keep))
         launch(
-            quantise.quantise_kernel, batch * heads * (spare // pieces),
+            quantise.quantise_kernel, batch * heads * (spare // pieces) * sides,
             means, v_means, layout.order, live, *found, *triton.row_strides(means, v_means),
-            heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means), HAS_ORDER=False),
+            heads, blocks, spare, FIRST=blocks, **total, **dict(sizes, UNIT=triton.row_unit(means)), HAS_ORDER=False,
         )  # fmt: skip
     if parts > 1:
-        rounded = triton.block_means(k, layout, keep, parts, dtype)
-    means = means if rounded is None else rounded
+        means = triton.block_means(k, layout, keep, parts, dtype)
+    elif parts == 0:
+        means = None
     return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
+
+
+def _together(blocks: int) -> int:
+    """How many of so many blocks a program of `statistics_kernel` counts: a few, where programs fill any GPU anyway."""
+    return min(8, max(1, blocks // 3072))

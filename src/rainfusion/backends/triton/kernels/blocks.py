@@ -22,9 +22,9 @@ def tokens_at(o_pos, order, keep, b, S, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.co
 
 
 @triton.jit
-def block_spread(b_x, b_mean, m_x, number):
-    """Mean of |x - mean|^2 over the tokens of a block: b_x [BLOCK, D_PAD], b_mean [D_PAD]."""
-    b_apart = tl.where(m_x, b_x - b_mean[None, :], 0.0)
+def block_spread(b_x, b_mean, m_row, number):
+    """Mean of |x - mean|^2 over the tokens m_row of a block: b_x [BLOCK, D_PAD], zero elsewhere; b_mean [D_PAD]."""
+    b_apart = tl.fma(m_row.to(tl.float32)[:, None], -b_mean[None, :], b_x)  # exact: it multiplies by 1 or 0
     return tl.sum(tl.sum(b_apart * b_apart, 1), 0) / number
 
 
@@ -53,7 +53,7 @@ def pool_kernel(
     if means is not None:
         tl.store(means + pid * D + o_d, b_mean.to(means.dtype.element_ty), mask=o_d < D)
     if spreads is not None:
-        tl.store(spreads + pid, block_spread(b_x, b_mean, m_x, number))
+        tl.store(spreads + pid, block_spread(b_x, b_mean, m_row, number))
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
@@ -91,7 +91,7 @@ def gather_kernel(
         if POOL:
             tl.store(means + pid * D + o_d, b_mean.to(means.dtype.element_ty), mask=o_d < D)
         if spreads is not None:
-            tl.store(spreads + pid, block_spread(b_k.to(tl.float32), b_mean, m_x, number))
+            tl.store(spreads + pid, block_spread(b_k.to(tl.float32), b_mean, m_row, number))
         if STAND_INS:
             o_mean = (base + N * BLOCK + block) * D + o_d
             b_value = tl.sum(b_v.to(tl.float32), 0) / number
