@@ -76,10 +76,12 @@ def quantised_tile(capability: tuple[int, int] | str, head_dim: int, describable
     """For int8 and fp8. By what compilers say, not measured but on an H200: the most at once that registers hold.
 
     On Hopper products read shared memory themselves, which leaves registers for 128 keys and two programs of 64 queries
-    at once, a fifth faster than one of 128; on the large Blackwell some of fp8's would be spilled. Descriptors need the
-    index of a block, for which the pipeline keeps half of its stages: with five, keys are copied two steps ahead of
-    their use, with three or four one step, and that is shorter than a copy. Shared memory is less of a limit: 104 KB
-    on Hopper, which two programs have, and 87 on the large Blackwell, 74 of 99 elsewhere, 41 of 64 on AMD GPUs.
+    at once, with descriptors a fifth faster than one of 128; on the large Blackwell some of fp8's would be spilled.
+    Descriptors need the index of a block, for which the pipeline keeps half of its stages: with five, a copy is issued
+    two steps before it is waited for, with three or four at the end of the step before. Of Hopper's sizes five stages,
+    and 64 queries with pointers, are by this reading, not timed. Shared memory is less of a limit: 104 KB on Hopper,
+    which two programs have, 128 beyond head dim 128, and 87 on the large Blackwell, 74 of 99 elsewhere, 41 of 64 on AMD
+    GPUs.
     """
     if capability == "hip":
         return Tile(128, 64, 4, 2) if head_dim <= 128 else Tile(64, 64, 4, 1)
