@@ -1,4 +1,4 @@
-"""The calls that NVIDIA's checkers watch on a card, made on a CPU: their arguments are right, and parts are the whole."""
+"""The calls that NVIDIA's checkers watch on a card, made on a CPU: arguments are right, and parts are the whole."""
 
 from helpers import sanitize
 

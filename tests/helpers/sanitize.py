@@ -4,8 +4,8 @@
     python3 tests/helpers/sanitize.py hopper                                 # one backend alone
     python3 tests/helpers/sanitize.py hopper --precision fp8 --part 2/4      # a quarter of its calls in fp8
 
-Every tensor is an allocation of its own, so that a step outside one is a step outside memory. Repeated calls are launched
-from their record from the third on (`rainfusion.replaying`).
+Every tensor is an allocation of its own, so that a step outside one is a step outside memory. Repeated
+calls are launched from their record from the third on (`rainfusion.replaying`).
 """
 
 import argparse
