@@ -670,6 +670,18 @@ def test_nan_in_a_query_shows_in_its_row(name):
     assert lse[0, 0].isnan().nonzero().tolist() == [[77]]
 
 
+@pytest.mark.parametrize("block_size", [64, 128, (128, 32)])
+def test_keys_that_count_nothing_may_come_first(block_size):
+    """A whole step, or all of a list, has logits of -inf; others follow."""
+    q, k, v = qkv(1, 1, 300, 16)
+    q[..., 3] = -1.0 - q[..., 3].abs()
+    k[:, :, :200, 3] = math.inf
+    out, lse, _ = attend(q, k, v, block_size=block_size)
+    exact, exact_lse, _ = attend(q, k[:, :, 200:], v[:, :, 200:], block_size=block_size)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)
+
+
 @pytest.mark.parametrize("name", ["cross", "ada_bsa", "dense"])
 def test_removed_keys_may_hold_anything(name):
     kwargs, q_len, k_len = CALLS[name]

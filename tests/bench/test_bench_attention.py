@@ -77,6 +77,12 @@ def test_bench_takes_a_shape_of_ones_own(capsys):
     assert (record["shape"], record["tokens"], record["heads"], record["sparsity"]) == ("3x8x16", 404, 4, 0.8)
 
 
+def test_bench_takes_several_sparsities(capsys):
+    words = ("bench", "--latent-shape", "3", "8", "16", "--head-dim", "16", "--repeats", "1", "--sparsity", "0.5,0.9")
+    _, out, _ = run(capsys, *words, "--json", "--device", "cpu")
+    assert [record["sparsity"] for record in json.loads(out)] == [0.5, 0.9]
+
+
 def test_bench_refuses_what_it_does_not_know(capsys):
     assert "wan-720p" in refused(capsys, "bench", "sora")
     assert "--repeats must be at least 1, got 0" in refused(capsys, "bench", "--repeats", "0")

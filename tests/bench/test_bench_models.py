@@ -189,6 +189,17 @@ def test_dense_and_sparse_forwards_are_printed(capsys, monkeypatch):
     assert stand_in.asked == [{**asked, "precision": precision} for precision in ("native", "int8")]
 
 
+def test_one_model_is_run_with_several_sparsities(capsys, monkeypatch):
+    """Each once, in every precision, beside one dense row."""
+    stand_in = StandIn(monkeypatch)
+    words = ["--sparsity", "0.8,0.85,0.8", "--precision", "native", "fp8", "--json"]
+    status, out, _ = run(capsys, *WORDS, *words)
+    rows = [(row["attention"], row["sparsity"], row["precision"]) for row in json.loads(out)]
+    ways = [("rf_v2", 0.8, "native"), ("rf_v2", 0.8, "fp8"), ("rf_v2", 0.85, "native"), ("rf_v2", 0.85, "fp8")]
+    assert status == 0 and rows == [("dense", 0.0, "native"), *ways]
+    assert [(asked["sparsity"], asked["precision"]) for asked in stand_in.asked] == [way[1:] for way in ways]
+
+
 def test_fewer_layers_are_said_loudly(capsys, monkeypatch):
     StandIn(monkeypatch, sparse_calls=2)
     _, out, err = run(capsys, *WORDS, "--layers", "1")
@@ -269,6 +280,8 @@ def test_what_does_not_go_together_is_refused(capsys, monkeypatch):
     assert "--frames must be 1 for flux" in refused(capsys, "bench", "--model", "flux", "--frames", "5")
     assert "--layers must be in [1, 3] for tiny, got 4" in refused(capsys, *WORDS, "--layers", "4")
     assert "--sparsity must be in [0, 1], got 3.0" in refused(capsys, *WORDS, "--sparsity", "3")
+    assert "--sparsity must be in [0, 1], got 2.0" in refused(capsys, *WORDS, "--sparsity", "0.8,2")
+    assert "several with commas, got '0.8;0.9'" in refused(capsys, *WORDS, "--sparsity", "0.8;0.9")
     assert "--steps must be at least 1" in refused(capsys, *WORDS, "--steps", "0")
 
 

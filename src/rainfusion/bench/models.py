@@ -216,7 +216,7 @@ class Job:
     sparse_types: Sequence[Strategy] = ("rf_v2",)
     precisions: Sequence[Precision] = ("native",)
     backend: str = "auto"
-    sparsity: float | None = None  # None stands for the model's own
+    sparsities: Sequence[float | None] = (None,)  # None stands for the model's own
     repeats: int = REPEATS
     seed: int = 0
     compiled: bool = False
@@ -253,8 +253,10 @@ def measure(
             measurement.transformer.compile_repeated_blocks(fullgraph=True)
         if "dense" not in measurement.outcome.broken:
             measurement.attempt("dense", measurement.run_dense)
-        for way in product(job.sparse_types, job.precisions):
-            measurement.attempt(" in ".join(way), partial(measurement.run_sparse, *way), may_refuse=True)
+        for sparse_type, sparsity, precision in product(job.sparse_types, job.sparsities, job.precisions):
+            at = f" at {sparsity:g}" if len(job.sparsities) > 1 and sparsity is not None else ""
+            work = partial(measurement.run_sparse, sparse_type, precision, sparsity)
+            measurement.attempt(f"{sparse_type}{at} in {precision}", work, may_refuse=True)
     return measurement.outcome
 
 
@@ -309,9 +311,9 @@ class _Measurement:
         share = self.attention_ms / ran.time.ms if self.attention_calls else None
         self._add(ran, attention="dense", density=1.0, dense_calls=self.attention_calls, attention_share=share)
 
-    def run_sparse(self, sparse_type: Strategy, precision: Precision) -> None:
+    def run_sparse(self, sparse_type: Strategy, precision: Precision, sparsity: float | None = None) -> None:
         """Times sparse forwards and adds their row. Steps and lengths that `enable` leaves dense are sparse here."""
-        sparsity = self.job.model.sparsity if self.job.sparsity is None else self.job.sparsity
+        sparsity = self.job.model.sparsity if sparsity is None else sparsity
         with rainfusion.enabled(
             self.transformer,
             sparse_type=sparse_type,

@@ -37,6 +37,14 @@ def dtype(name: str | None, where: torch.device) -> torch.dtype:
     return torch.float32 if where.type == "cpu" else torch.bfloat16
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """The type of an option that takes one number, or several with commas: `0.8,0.85`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or several with commas, got {text!r}") from None
+
+
 def option(name: str) -> str:
     """The word on the command line for an attribute of the parsed arguments: `head_dim` -> `--head-dim`."""
     return "SHAPE" if name == "names" else f"--{name.replace('_', '-')}"

@@ -32,6 +32,7 @@ examples:
   rainfusion bench --sweep sparsity --csv benchmarks/results/attention.csv --plot sparsity.png
   rainfusion bench --from-csv benchmarks/results/attention.csv --sweep tokens --plot tokens.png
   rainfusion bench --model wan2.2-a14b --precision native int8 --csv benchmarks/results/end_to_end.csv
+  rainfusion bench --model wan2.2-a14b --compile --sparsity 0.8,0.85 --precision native fp8
   rainfusion bench --model qwen-image flux --height 2048 --width 2048
   rainfusion bench --model wan2.1-1.3b --layers 1 --height 64 --width 128 --frames 9 --device cpu"""
 
@@ -101,7 +102,8 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
         default="rf_v2",
         help="rf_v2, ada_bsa, enable (rf_v2 with its options); several with commas (default: rf_v2)",
     )
-    what.add_argument("--sparsity", type=float, help="share of blocks to skip (default: the shape's or model's own)")
+    share = "share of blocks to skip; several with commas (default: the shape's or model's own)"
+    what.add_argument("--sparsity", type=arguments.numbers, metavar="SHARE", help=share)
     what.add_argument("--precision", nargs="+", default=["native"], choices=PRECISIONS, help="default: native")
     what.add_argument("--dtype", choices=arguments.DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
     what.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
@@ -191,8 +193,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     """Checks the numbers that shapes and models share."""
     arguments.check_counts(args, "repeats")
     arguments.check_seed(args)
-    if args.sparsity is not None:
-        checks.fraction("--sparsity", args.sparsity, zero=True)
+    for sparsity in args.sparsity or ():
+        checks.fraction("--sparsity", sparsity, zero=True)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -222,15 +224,22 @@ def _shapes_and_sparsities(args: argparse.Namespace) -> tuple[list[Shape], list[
     if not args.latent_shape and args.sweep != "tokens":
         needed = "needs --latent-shape or --sweep tokens: named shapes have their own"
         arguments.refuse(args, args.parser, ["head_dim"], needed)
+    sparsities = _sparsities(args)
     if args.sweep == "tokens":
         if shapes:
             raise ValueError(f"--sweep tokens has shapes of its own, got {', '.join(shape.name for shape in shapes)}")
-        return token_sweep(head_dim=args.head_dim), [args.sparsity]
+        return token_sweep(head_dim=args.head_dim), sparsities
     if args.sweep == "sparsity":
         if args.sparsity is not None:
-            raise ValueError(f"--sweep sparsity goes through many, got --sparsity {args.sparsity} too")
+            given = ",".join(map(str, args.sparsity))
+            raise ValueError(f"--sweep sparsity goes through many, got --sparsity {given} too")
         return shapes or [SHAPES["wan-480p"]], list(SWEEP_SPARSITIES)
-    return shapes, [args.sparsity]
+    return shapes, sparsities
+
+
+def _sparsities(args: argparse.Namespace) -> list[float | None]:
+    """Those that --sparsity names, each once; None, for the shape's or the model's own, where it is not given."""
+    return [None] if args.sparsity is None else list(dict.fromkeys(args.sparsity))
 
 
 def _own_shape(args: argparse.Namespace) -> Shape:
@@ -264,7 +273,7 @@ def _run_models(args: argparse.Namespace) -> int:
             arguments.dtype(args.dtype, device),
             layers=args.layers,
             sparse_types=strategies,
-            sparsity=args.sparsity,
+            sparsities=_sparsities(args),
             precisions=list(dict.fromkeys(args.precision)),
             backend=args.backend,
             seed=args.seed,

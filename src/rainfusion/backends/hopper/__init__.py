@@ -68,7 +68,8 @@ def prepare(request: Request) -> Keys:
     from rainfusion.backends.triton import quantising
 
     k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
-    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, _padded(request.k.shape[3]), permuted=True)
+    padded = _padded(request.k.shape[3])
+    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, padded, permuted=True, swizzled=True)
     return quantising.prepare(request, form)
 
 

@@ -466,6 +466,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         HAS_LSE=request.return_lse, IS_CAUSAL=request.is_causal, STAND_INS=stand_ins is not None,
         NEGATE=request.scale < 0, PRECISION=_products(q, request.method.inner_precise),
         LARGEST=quantising.LARGEST.get(keys.k.dtype), SHIFT=quantising.shift(keys.v.dtype),
+        PERMUTED=quantising.permuted(keys.v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
@@ -569,6 +570,12 @@ def _capability(x: Tensor) -> tuple[int, int] | str:
     if x.device.type != "cuda":
         return (8, 0)
     return "hip" if torch.version.hip is not None else torch.cuda.get_device_capability(x.device)
+
+
+def multiplies_e4m3(x: Tensor) -> bool:
+    """Whether x's GPU does, of those that have kernels of eight bits."""
+    capability = _capability(x)
+    return isinstance(capability, str) or capability >= (8, 9)
 
 
 def _exact_products(x: Tensor) -> str:

@@ -30,15 +30,22 @@ class Form(NamedTuple):
     v: torch.dtype  # of eight bits, or that of the inputs
     tile: int  # tokens of a block of queries, and keys that the kernel may have at once
     padded: int  # head dim
-    permuted: bool = False  # v, see `quantise_kernel`
+    permuted: bool  # keys of v, see `quantise_kernel`
+    swizzled: bool = False  # channels of v, see there
 
 
 def form(request: Request) -> Form:
-    """That of `triton`. With "int8" values keep their type, which every GPU multiplies, and lose nothing."""
+    """That of `triton`. With "int8" values are e4m3 too, but keep their type on GPUs that do not multiply e4m3."""
     q = request.q
     eight = torch.float8_e4m3fn if torch.version.hip is None else torch.float8_e4m3fnuz
-    k_type, v_type = (torch.int8, q.dtype) if request.method.precision == "int8" else (eight, eight)
-    return Form(k_type, v_type, request.q_layout.block_size, padded(q.shape[3]))
+    k_type = torch.int8 if request.method.precision == "int8" else eight
+    v_type = eight if request.method.precision == "fp8" or triton.multiplies_e4m3(q) else q.dtype
+    return Form(k_type, v_type, request.q_layout.block_size, padded(q.shape[3]), permuted(v_type))
+
+
+def permuted(v_type: torch.dtype) -> bool:
+    """Whether `triton` has the keys of such values permuted: as lanes of NVIDIA's GPUs want them."""
+    return v_type == torch.float8_e4m3fn
 
 
 def padded(head_dim: int) -> int:
@@ -107,7 +114,7 @@ def prepare(request: Request, form: Form) -> Keys:
     apart = pieces == 1 or form.k != torch.int8  # else values show what is not finite in keys
     total = dict(
         ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, KEYS=size, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
-        APART=apart, num_warps=4 * triton.row_warps(k),
+        SWIZZLED=form.swizzled, APART=apart, num_warps=4 * triton.row_warps(k),
     )  # fmt: skip
     sides = 2 if apart else 1
     launch(

@@ -9,13 +9,19 @@ What keeps it fast, learnt by measuring and by reading the machine code:
 - Where products read shared memory themselves (Hopper, the large Blackwell), tensor descriptors bring keys and values
   there: no addresses, no masks, fewer registers. See `tuning`.
 - The loop over the list comes before all others: with an accumulator that is not zero when it begins, ptxas lets every
-  product wait for the one before it.
+  product wait for the one before it. So does a branch around the rescaling, for steps in which no maximum moved.
+- Quantised values stand in the order in which lanes have their weights: see `_weights`.
 """
 
 import triton
 import triton.language as tl
 
 from rainfusion.backends.triton.kernels.arguments import ANYWHERE, SIZES
+
+# 1.5 * 2^23: added to an integer's bits it makes the float of that integer, 1.5 * 2^23 too large
+_INT_BITS: tl.constexpr = tl.constexpr(0x4B400000)
+_INT_FLOAT: tl.constexpr = tl.constexpr(12582912.0)
+_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite: from it to -inf there is a difference
 
 
 @triton.jit
@@ -24,14 +30,41 @@ def _quantised(b_x, TYPE: tl.constexpr, LARGEST: tl.constexpr):
     b_scale = tl.maximum(tl.max(tl.abs(b_x), 1), 1e-30) / LARGEST + tl.sum(b_x * 0.0, 1)
     b_x = b_x * (1.0 / b_scale)[:, None]
     if TYPE == tl.int8:
-        b_x = (b_x + 12582912.0) - 12582912.0  # to the nearest integer
+        b_x = (b_x + _INT_FLOAT) - _INT_FLOAT  # to the nearest integer
     return b_x.to(TYPE), b_scale
 
 
 @triton.jit
 def _products(b_q, b_k, PRECISION: tl.constexpr):
-    # [BM, D_PAD] @ [D_PAD, BN] -> [BM, BN]
-    return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION).to(tl.float32)
+    """[BM, D_PAD] @ [D_PAD, BN] -> fp32 [BM, BN]; of integers _INT_FLOAT too large: so they need no conversion."""
+    if b_k.dtype == tl.int8:
+        b_start = tl.full([b_q.shape[0], b_k.shape[0]], _INT_BITS, tl.int32)
+        return tl.dot(b_q, tl.trans(b_k), b_start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+
+
+@triton.jit
+def _logits(b_s, b_factor, INTEGERS: tl.constexpr):
+    """[BM, BN] of `_products`, times factor [BM]."""
+    if INTEGERS:
+        return b_s * b_factor[:, None] - (b_factor * _INT_FLOAT)[:, None]
+    else:
+        return b_s * b_factor[:, None]
+
+
+@triton.jit
+def _weights(b_p, TYPE: tl.constexpr, PERMUTED: tl.constexpr):
+    """b_p [BM, BN] as products want it.
+
+    PERMUTED: key 16 g + 8 h + 2 c + e is at 16 g + 4 c + 2 h + e, and so it is in v. On NVIDIA GPUs a lane has two
+    neighbouring columns of each eight, and wants four of eight bits: as they are permuted, these are its own.
+    """
+    if PERMUTED:
+        BM: tl.constexpr = b_p.shape[0]
+        BN: tl.constexpr = b_p.shape[1]
+        b_p = b_p.reshape([BM, BN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([BM, BN])
+    return b_p.to(TYPE)
 
 
 @triton.jit
@@ -73,25 +106,32 @@ def _turned_rows(
 
 
 @triton.jit
-def _added(b_s, factor, b_v, b_m, b_l, b_acc, SHIFT: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys with logits b_s [BM, BN] times factor [BM] and values b_v [BN, D_PAD] into the running softmax.
+def _added(
+    b_s, factor, b_v, b_m, b_l, b_acc,
+    SHIFT: tl.constexpr, PRECISION: tl.constexpr, INTEGERS: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """Keys with products b_s [BM, BN] times factor [BM] and values b_v [BN, D_PAD] into the running softmax.
 
     Logits are in units of log2, weights in 0 ... 2^SHIFT: where eight bits have their range. Without a factor b_s are
-    logits already, and may all be -inf.
+    logits already. They may all be -inf: b_m is finite.
     """
     if factor is None:
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # no key so far: exp2(-inf) rather than NaN
-        b_p = tl.math.exp2(b_s - (b_base - SHIFT)[:, None])
+        b_p = tl.math.exp2(b_s - (b_new - SHIFT)[:, None])
     else:  # factor >= 0: it may wait until one multiply-add has it
-        b_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
-        b_base = b_new
-        b_p = tl.math.exp2(b_s * factor[:, None] - (b_base - SHIFT)[:, None])
-    b_alpha = tl.math.exp2(b_m - b_base)
+        b_largest = tl.max(b_s, 1)
+        if INTEGERS:
+            b_new = tl.maximum(b_m, (b_largest - _INT_FLOAT) * factor)
+            b_base = b_new - SHIFT + factor * _INT_FLOAT
+        else:
+            b_new = tl.maximum(b_m, b_largest * factor)
+            b_base = b_new - SHIFT
+        b_p = tl.math.exp2(b_s * factor[:, None] - b_base[:, None])
+    b_alpha = tl.math.exp2(b_m - b_new)
     b_l = b_l * b_alpha + tl.sum(b_p, 1)
     b_acc = b_acc * b_alpha[:, None]
     # [BM, BN] @ [BN, D_PAD] -> [BM, D_PAD]
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    b_acc = tl.dot(_weights(b_p, b_v.dtype, PERMUTED), b_v, b_acc, input_precision=PRECISION)
     return b_new, b_l, b_acc
 
 
@@ -104,7 +144,7 @@ def attention_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DESCRIBED: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, STAND_INS: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
-    LARGEST: tl.constexpr, SHIFT: tl.constexpr,
+    LARGEST: tl.constexpr, SHIFT: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
     """One program has BM queries of one row of blocks.
 
@@ -119,9 +159,11 @@ def attention_kernel(
     Quantised, with k_scale: q is quantised here, row by row, to k's type, which reaches LARGEST. k_scale fp32
     [B, Hk, NK + SPARE], or [B, Hk] for blocks of keys finer than those of queries; k_mean fp32 [B, Hk, D] was taken
     from all keys. With v_scale fp32 [B, Hk, D] v is quantised too, its blocks turned, and so are the weights: see
-    `_turned_rows` and `_added`.
+    `_turned_rows` and `_added`; for PERMUTED `_weights`.
     """
     QUANTISED: tl.constexpr = k_scale is not None
+    K_TYPE: tl.constexpr = k.dtype if DESCRIBED else k.dtype.element_ty
+    INTEGERS: tl.constexpr = K_TYPE == tl.int8
     TURNED: tl.constexpr = v_scale is not None
     ALL_GUARDED: tl.constexpr = HAS_BIAS or IS_CAUSAL
     PARTS: tl.constexpr = BLOCK // BM  # programs to a row of blocks
@@ -151,7 +193,7 @@ def attention_kernel(
         if HAS_LSE:  # what smoothing took from the logits
             b_mean = tl.load(k_mean + k_bh * D + o_d, mask=o_d < D, other=0.0)
             b_shift = tl.sum(b_q * b_mean[None, :], 1) * scale_log2
-        b_q, b_scale = _quantised(b_q, k.dtype if DESCRIBED else k.dtype.element_ty, LARGEST)
+        b_q, b_scale = _quantised(b_q, K_TYPE, LARGEST)
         b_factor = b_scale * scale_log2
         if KEYS == BLOCK:
             scales = k_scale + k_bh * (NK + SPARE)
@@ -172,7 +214,7 @@ def attention_kernel(
     b_at, h_at = b.to(tl.int32), k_h.to(tl.int32)
     p_index = indices + (bh * NQ + row) * NK
     count = tl.load(counts + bh * NQ + row)
-    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_m = tl.full([BM], _LOWEST, tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, D_PAD], tl.float32)
     steps = tl.cdiv(count * KEYS, BN)
@@ -202,7 +244,8 @@ def attention_kernel(
                     o_block = tl.load(p_index + o_at // KEYS).to(tl.int64)
                 some_later = True
             o_key = o_block * KEYS + o_in
-            m_n = o_key < Sk
+            o_at_key = o_key.to(tl.int32) if KEYS >= BN else o_key  # for comparisons: of half as many registers
+            m_n = o_at_key < Sk
             if m_slot is not None:
                 m_n = m_slot & m_n
             m_kv = m_n[:, None] & m_k if GUARDED else m_k
@@ -214,7 +257,7 @@ def attention_kernel(
             b_s = _products(b_q, b_k, PRECISION)
             b_c = _factor(b_factor, scales, block, b_l)
             if GUARDED:
-                b_s = b_s * b_c[:, None]
+                b_s = _logits(b_s, b_c, INTEGERS)
                 if HAS_BIAS and KEYS >= BN:
                     b_s = b_s + tl.load(bias + b * (NK * KEYS) + o_key)[None, :]
                 elif HAS_BIAS:
@@ -222,10 +265,10 @@ def attention_kernel(
                 else:
                     b_s = b_s + tl.where(m_n, 0.0, float("-inf"))[None, :]
                 if IS_CAUSAL and some_later:
-                    b_s = tl.where(o_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
-                b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
+                    b_s = tl.where(o_at_key[None, :] <= o_pos[:, None], b_s, float("-inf"))
+                b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION, INTEGERS, PERMUTED)
             else:
-                b_m, b_l, b_acc = _added(b_s, b_c, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
+                b_m, b_l, b_acc = _added(b_s, b_c, b_v, b_m, b_l, b_acc, SHIFT, PRECISION, INTEGERS, PERMUTED)
     if STAND_INS:
         for ahead in tl.range(0, SPARE * KEYS, BN, num_stages=1):
             first = NK * KEYS + ahead
@@ -236,10 +279,11 @@ def attention_kernel(
                 b_v = _turned_rows(x_v, b_at, h_at, first, o_block, o_in, None, o_d, BN, D_PAD, KEYS, DESCRIBED)
             else:
                 b_v = _rows(x_v, b_at, h_at, first, o_mean, m_k, v_stride, BN, D_PAD, DESCRIBED)
-            b_s = _products(b_q, b_k, PRECISION) * _factor(b_factor, scales, NK + ahead // KEYS, b_l)[:, None]
+            b_c = _factor(b_factor, scales, NK + ahead // KEYS, b_l)
+            b_s = _logits(_products(b_q, b_k, PRECISION), b_c, INTEGERS)
             p_bias = stand_ins + ((bh * NQ + row) * (SPARE * KEYS + BLOCK) + ahead)
             b_s = b_s + tl.load(p_bias + o_n).to(tl.float32)[None, :]
-            b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION)
+            b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION, INTEGERS, PERMUTED)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     if v_scale is not None:
         b_out = b_out * tl.load(v_scale + k_bh * D + o_d, mask=o_d < D, other=0.0)[None, :]

@@ -168,6 +168,7 @@ def _quantise_values(
     p_v, order, keep, v_scale, v_out, b_nothing, v_stride_s, b, bh, tile, place, S, N,
     UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     KEYS: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr, PERMUTED: tl.constexpr,
+    SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """One tile of them. b_nothing: None, or what the values of each block show of its keys."""
     PIECES: tl.constexpr = BLOCK // KEYS
@@ -192,7 +193,7 @@ def _quantise_values(
         tl.store(v_out + (place * D_PAD + o_d)[:, None] * BLOCK + o_row[None, :], tl.trans(b_v))
     else:
         o_block = ((place + o_row // KEYS) * D_PAD * KEYS + o_row % KEYS)[None, :]
-        o_channel = (o_d ^ (o_d // 8 % PIECES) if PERMUTED else o_d)[:, None]
+        o_channel = (o_d ^ (o_d // 8 % PIECES) if SWIZZLED else o_d)[:, None]
         tl.store(v_out + o_block + o_channel * KEYS, tl.trans(b_v), mask=m_tile[None, :])
 
 
@@ -202,7 +203,7 @@ def quantise_kernel(
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, FIRST, ALL,
     UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     KEYS: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr, LARGEST: tl.constexpr, PERMUTED: tl.constexpr,
-    APART: tl.constexpr,
+    SWIZZLED: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """k -> [B, H, ALL * KEYS, WIDTH], of a type that reaches LARGEST; v -> the same, in its own type.
 
@@ -213,10 +214,11 @@ def quantise_kernel(
     `statistics_kernel` has read them last, and they may still be in the cache.
     k_scale: found here, one for each block; or where blocks are finer than BLOCK given, one for each head.
 
-    PERMUTED, for `hopper`: in a block of v, key 16 g + 8 h + 2 c + e stands at 16 g + 4 c + 2 h + e: see `_weights`
-    there. A finer block is copied as rows of 128 bytes and read as rows of KEYS, and the copy engine and the tensor
-    cores differ in the bits by which they swizzle such rows: channel d stands at d ^ (d / 8 mod BLOCK / KEYS), which
-    makes up for it.
+    PERMUTED: in a block of v, key 16 g + 8 h + 2 c + e stands at 16 g + 4 c + 2 h + e: see `_weights` of the kernels.
+
+    SWIZZLED, for `hopper`: a finer block is copied as rows of 128 bytes and read as rows of KEYS, and the copy engine
+    and the tensor cores differ in the bits by which they swizzle such rows: channel d stands at
+    d ^ (d / 8 mod BLOCK / KEYS), which makes up for it.
     """
     PIECES: tl.constexpr = BLOCK // KEYS
     pid = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -236,7 +238,7 @@ def quantise_kernel(
         )  # fmt: skip
         _quantise_values(
             p_v, order, keep, v_scale, v_out, b_nothing, v_stride_s, b, bh, tile, place, S, N,
-            UNIT, D, D_PAD, WIDTH, BLOCK, KEYS, HAS_ORDER, HAS_KEEP, PERMUTED,
+            UNIT, D, D_PAD, WIDTH, BLOCK, KEYS, HAS_ORDER, HAS_KEEP, PERMUTED, SWIZZLED,
         )  # fmt: skip
     elif is_k:
         _quantise_keys(
@@ -246,5 +248,5 @@ def quantise_kernel(
     else:
         _quantise_values(
             p_v, order, keep, v_scale, v_out, None, v_stride_s, b, bh, tile, place, S, N,
-            UNIT, D, D_PAD, WIDTH, BLOCK, KEYS, HAS_ORDER, HAS_KEEP, PERMUTED,
+            UNIT, D, D_PAD, WIDTH, BLOCK, KEYS, HAS_ORDER, HAS_KEEP, PERMUTED, SWIZZLED,
         )  # fmt: skip

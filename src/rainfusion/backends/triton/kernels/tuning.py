@@ -75,17 +75,20 @@ def attention_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: i
 def quantised_tile(capability: tuple[int, int] | str, head_dim: int, describable: int = 0) -> Tile:
     """For int8 and fp8. By what compilers say, not measured but on an H200: the most at once that registers hold.
 
-    On Hopper products read shared memory themselves, which leaves registers for 128 keys, and with descriptors for two
-    programs of 64 queries at once, a fifth faster than one of 128; on the large Blackwell some of fp8's would be
-    spilled. Shared memory is less of a limit: 180 KB at most on Hopper and 87 on the large Blackwell, 74 of 99
-    elsewhere, 41 of 64 on AMD GPUs.
+    On Hopper products read shared memory themselves, which leaves registers for 128 keys and two programs of 64 queries
+    at once, with descriptors a fifth faster than one of 128; on the large Blackwell some of fp8's would be spilled.
+    Descriptors need the index of a block, for which the pipeline keeps half of its stages: with five, a copy is issued
+    two steps before it is waited for, with three or four at the end of the step before. Of Hopper's sizes five stages,
+    and 64 queries with pointers, are by this reading, not timed. Shared memory is less of a limit: 104 KB on Hopper,
+    which two programs have, 128 beyond head dim 128, and 87 on the large Blackwell, 74 of 99 elsewhere, 41 of 64 on AMD
+    GPUs.
     """
     if capability == "hip":
         return Tile(128, 64, 4, 2) if head_dim <= 128 else Tile(64, 64, 4, 1)
     if capability == (9, 0):
         if head_dim <= 128:
-            return Tile(64, 128, 4, 3, described=True) if describable >= 128 else Tile(128, 128, 8, 3)
-        return Tile(128, 64, 8, 3, described=describable >= 64)
+            return Tile(64, 128, 4, 5, described=True) if describable >= 128 else Tile(64, 128, 4, 3)
+        return Tile(128, 64, 8, 5, described=True) if describable >= 64 else Tile(128, 64, 8, 3)
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
 
 
