@@ -164,6 +164,10 @@ class Plan:
             lines = [f"runs with torch's attention: {self.dense_because}"]
         else:
             lines = [f"runs with {self.backend!r}"]
+            slow = crossover.why_native(
+                backends.get(self.backend), self.method, self.shapes, (self.q_spec, self.k_spec)
+            )
+            lines += [] if slow is None else [slow]
         for name in backends.FASTEST_FIRST:
             reason = None if name == self.backend else backends.why_not(name, self.call, self.shapes)
             if reason:

@@ -7,6 +7,7 @@ from helpers.gpu import BF16, CALL, FP16, LAYOUTS, LENGTH, MOST, QUANTISED, RF_V
 from rainfusion.bench import synthetic
 
 pytestmark = gpu.ON_GPU
+ENABLE = dict(sparse_type="rf_v2", sparsity=0.85, block_size=(128, 32), predictor="spread", compensate=True)
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
@@ -31,6 +32,17 @@ def test_quantised_lengths(backend, precision, q_len, k_len):
 @pytest.mark.parametrize(("k_heads", "dtype"), [(8, BF16), (2, FP16)], ids=str)
 def test_quantised_heads_and_dtypes(backend, precision, k_heads, dtype):
     check_quantised(backend, precision, *gpu.qkv(heads=8, k_heads=k_heads, dtype=dtype), **CALL, most=MOST[precision])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("call", [RF_V2, ENABLE], ids=["published options", "options of enable"])
+def test_a_head_alone_has_the_same_bits(backend, precision, call):
+    """Whatever is beside it: its sums are made in the same parts."""
+    q, k, v = gpu.qkv(16800, heads=8, k_heads=8)
+    whole = gpu.attend(backend, q, k, v, **call, precision=precision)
+    for b, h in ((0, 0), (1, 5)) if whole is not None else ():
+        alone = (x[b : b + 1, h : h + 1] for x in (q, k, v))
+        assert same(gpu.attend(backend, *alone, **call, precision=precision), whole[b : b + 1, h : h + 1])
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

@@ -14,6 +14,7 @@ are two cores'. On another machine both sides shrink or grow together, which lea
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rainfusion import replaying
 from rainfusion.backends.protocol import Backend, Speed
@@ -24,6 +25,7 @@ from rainfusion.prediction import budgets
 
 _HOST_SLACK = 1.5  # hosts are slower than that of the measurements, and busy
 _START_OF_KERNEL = 17e-6  # seconds of a small kernel between others, of an H200
+_USUAL_DENSITY = 0.25  # where the data decides
 _SLACK = 1.15  # where the two are about as fast, dense attention is exact
 
 
@@ -52,6 +54,25 @@ def why_dense(backend: Backend, method: Method, shapes: Shapes, specs: tuple[Lay
         f"dense attention is expected to be {verdict}: {1e6 * dense:.0f} us, against {1e6 * sparse:.0f} us with "
         f"{density:.0%} of the blocks of {shapes.q_len} x {shapes.k_len} tokens ({machine} times); longer sequences or "
         "more sparsity pay"
+    )
+
+
+def why_native(backend: Backend, method: Method, shapes: Shapes, specs: tuple[LayoutSpec, LayoutSpec]) -> str | None:
+    """Why this call would be faster in native precision, in words; None where it would not, or nothing was measured."""
+    speeds = backend.SPEEDS.get(shapes.device.type, {})
+    density = expected_density(method, shapes, specs)
+    if method.precision == "native" or not speeds.keys() >= {"native", method.precision} or shapes.is_empty:
+        return None
+    density = _USUAL_DENSITY if density is None else density
+    native, quantised = (
+        times(speeds[precision], replace(method, precision=precision), shapes, density)[1]
+        for precision in ("native", method.precision)
+    )
+    if quantised < native:
+        return None
+    return (
+        f"precision='native' is expected to be faster: {1e6 * native:.0f} us, against {1e6 * quantised:.0f} us in "
+        f"{method.precision}, of which quantising takes more than its products save (an H200's times)"
     )
 
 

@@ -90,7 +90,7 @@ def prepare(request: Request, form: Form) -> Keys:
     by_block = means is not None or spreads is not None
     counted, warps = (size, triton.block_warps(k, size)) if by_block else (min(size, 4096 // padded), 1)
     number = math.ceil(length / counted)
-    each = _together(batch * heads * number)
+    each = _together(number)
     groups = math.ceil(number / each)
     sums, numbers, k_mean = new(groups, head_dim), new(groups), new(head_dim)
     largest, v_scale = (new(groups, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
@@ -136,5 +136,8 @@ def prepare(request: Request, form: Form) -> Keys:
 
 
 def _together(blocks: int) -> int:
-    """How many of so many blocks a program of `statistics_kernel` counts: a few, where programs fill any GPU anyway."""
-    return min(8, max(1, blocks // 3072))
+    """How many blocks of a head, which has so many, a program of `statistics_kernel` counts: several of a long one.
+
+    Whatever the batch and the heads beside it, so that a head's sums have the same bits alone.
+    """
+    return min(8, max(1, blocks // 256))
