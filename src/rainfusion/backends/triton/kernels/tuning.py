@@ -78,8 +78,8 @@ def quantised_tile(capability: tuple[int, int] | str, head_dim: int, describable
     On Hopper products read shared memory themselves, which leaves registers for 128 keys and two programs of 64 queries
     at once, with descriptors a fifth faster than one of 128; on the large Blackwell some of fp8's would be spilled.
     Descriptors need the index of a block, for which the pipeline keeps half of its stages: with five, a copy is issued
-    two steps before it is waited for, with three or four at the end of the step before. Five made fp8 a tenth
-    and int8 a third faster than three. Shared memory is less of a limit: 104 KB on Hopper, which two programs have, 128
+    two steps before it is waited for, with three or four at the end of the step before. Hopper's sizes with
+    descriptors were timed. Shared memory is less of a limit: 104 KB on Hopper, which two programs have, 128
     beyond head dim 128, and 87 on the large Blackwell, 74 of 99 elsewhere, 41 of 64 on AMD GPUs.
     """
     if capability == "hip":
