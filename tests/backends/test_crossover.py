@@ -129,13 +129,20 @@ def test_long_calls_on_a_cpu_stay_sparse():
 @pytest.mark.parametrize("precision", ["native", "int8", "fp8"])
 @pytest.mark.parametrize(
     ("batch", "tokens", "masked", "is_dense"),
-    [(1, 4352, True, True), (1, 4608, False, True), (1, 16640, True, False), (2, 16896, False, False)],
-    ids=["Qwen-Image 1024", "Flux 1024", "Qwen-Image 2048", "two of Flux 2048"],
+    [
+        (1, 4352, True, True),
+        (1, 4352, False, True),
+        (1, 4608, False, True),
+        (1, 16640, True, False),
+        (2, 16896, False, False),
+    ],
+    ids=["Qwen-Image 1024", "Qwen-Image 1024, no padding", "Flux 1024", "Qwen-Image 2048", "two of Flux 2048"],
 )
 def test_small_images_are_dense_in_every_precision(precision, batch, tokens, masked, is_dense):
     """At 1024x1024, one at a time, whole forwards were 0.78 to 1.02 times as fast as dense ones on an H200.
 
-    With a key mask, which is not launched from a record, it waits for the host.
+    With a key mask, which is not launched from a record, it waits for the host. Without one Qwen-Image saves 0.07 ms of
+    a call on the device, and a forward of six blocks took 20.3 ms for 19.2, where the host is busy with other launches.
     """
     method = Method.recommended(sparsity=0.6, precision=precision)
     size = (batch, 24, tokens, 128)
