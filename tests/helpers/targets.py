@@ -353,6 +353,8 @@ def loops_of_products(code: list[str]) -> list[list[str]]:
     labels = {match[1]: i for i, line in enumerate(code) if (match := re.match(r"\s*(\.L_x_\w+):", line))}
     jumps = ((i, re.search(r"@!?U?P\d+ BRA `\((\.L_x_\w+)\)", line)) for i, line in enumerate(code))
     loops = [(labels[match[1]], i) for i, match in jumps if match and labels[match[1]] < i]
+    # the loop over rows is around them
+    loops = [(start, end) for start, end in loops if not any(start < inner < end for inner, _ in loops)]
     found = [code[start : end + 1] for start, end in loops]
     return [loop for loop in found if sum("gsb0, 0x1" in line for line in loop) == 1]
 

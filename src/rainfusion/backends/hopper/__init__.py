@@ -90,15 +90,17 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
+    turns = batch * heads * mask.num_q_blocks
     launch(
-        hopper_attention_kernel, batch * heads * mask.num_q_blocks,
+        hopper_attention_kernel, min(turns, _multiprocessors(q.device)),
         q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
         *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
         abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
-        request.gqa_ratio, q_len, keys.length,
+        request.gqa_ratio, q_len, keys.length, turns,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
@@ -132,6 +134,11 @@ def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> object:
         torch.float8_e4m3fn: gl.float8e4nv,
     }  # fmt: skip
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], types[dtype])
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _padded(head_dim: int) -> int:

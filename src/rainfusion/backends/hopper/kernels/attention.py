@@ -1,7 +1,11 @@
 """Attention over the kept blocks on Hopper, in Gluon: one producer warp feeds two consumer warpgroups.
 
-    producer     walks the row's list of blocks and copies K_j and V_{j-1} by TMA into one of NS stages
+    producer     takes a row of blocks after the other, walks its list and copies K_j and V_{j-1} by TMA into one of NS
+                 stages; it is ahead of the consumers, by the first tiles of the next row if need be
     consumers    64 query rows each: S = Q K_j^T, softmax while P_{j-1} V_{j-1} still runs, then P_j is next
+
+There is a program for each multiprocessor, and a counter in memory hands out rows: as the hardware does with programs,
+but what is at the start and the end of a row in one warpgroup runs beside the products of the other one.
 
 What keeps it fast, learnt by measuring and by reading the machine code (docs/performance.md has the numbers):
 
@@ -13,9 +17,13 @@ What keeps it fast, learnt by measuring and by reading the machine code (docs/pe
 - Finer blocks of keys fill the same tile from several places, by a box of the copy engine for each; the last tile of a
   list, which comes first, may be filled in part.
 - Row sums stay per lane until the end, and row maxima are reduced as a shallow tree.
+- P is carried from step to step two values to a register, packed by hand: the compiler would take them apart.
+- The first tile always has a bias, of zeros or of -inf where it has no key: with branches around it, ptxas finds one
+  maximum after the other in the loop, with nothing beside it.
 - The card runs at its power limit, so that an instruction saved is worth more than one hidden.
 
-Q rows are gathered, and out rows scattered, through `order`, by the consumers themselves.
+Q rows are gathered, and out rows scattered, through `order`, by the consumers themselves: Q of the next row while they
+work on this one, out from their registers.
 Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys, or
 per head where blocks are finer: a scale for each part of a tile costs 14% more instructions in the loop. V per channel,
 its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
@@ -23,6 +31,7 @@ its blocks transposed, their keys permuted so that P's registers are already wha
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -40,6 +49,7 @@ _TO_E4M3: gl.constexpr = gl.constexpr(
 # 1.5 * 2^23: added to an integer's bits it makes the float of that integer, 1.5 * 2^23 too large
 _INT_BITS: gl.constexpr = gl.constexpr(0x4B400000)
 _INT_FLOAT: gl.constexpr = gl.constexpr(12582912.0)
+_SLOTS: gl.constexpr = gl.constexpr(4)  # for numbers of rows on their way from the producer to the consumers
 
 
 def _rescale_unless_one() -> str:
@@ -88,15 +98,19 @@ def _lane_sums(p):
 
 
 @gluon.jit
-def _tile(counts, rows, rows_stride, NQ, H, SHARED):
-    """-> batch element, head, key head, row of blocks, the row counted over all heads, its number of blocks."""
-    pid = gl.program_id(0).to(gl.int64)
-    bh = pid // NQ
-    row = gl.load(rows + bh * rows_stride + pid % NQ)
-    flat = bh * NQ + row
-    b = (bh // H).to(gl.int32)
-    h = (bh % H).to(gl.int32)
-    return b, h, h // SHARED, row, flat, gl.load(counts + flat)
+def _row_at(turn, rows, rows_stride, NQ, TURNS):
+    """-> head, counted over the batch, and row of blocks whose turn it is; the last one past the end."""
+    turn = gl.minimum(turn, TURNS - 1)
+    bh = turn // NQ
+    row = gl.load(rows + bh.to(gl.int64) * rows_stride + turn % NQ)
+    return bh, row
+
+
+@gluon.jit
+def _places(bh, H, SHARED):
+    """-> batch element, head, key head."""
+    h = bh % H
+    return bh // H, h, h // SHARED
 
 
 @gluon.jit
@@ -146,19 +160,18 @@ def _copy_tile(
 
 @gluon.jit
 def _copy_fine_tiles(
-    k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL,
+    k_desc, v_desc, p_list, boxes, barriers, stage, phase, b, kh, listed, NK, ALL,
     NS: gl.constexpr, V_ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """What `_producer` does, where a tile's keys are in several blocks."""
     PIECES: gl.constexpr = 128 // KEYS
     k_boxes, v_boxes = boxes
     k_full, v_full, empty = barriers
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
     n = _tiles(listed, NK, ALL, PIECES)
     if n > 0:
+        mbarrier.wait(empty.index(stage), phase ^ 1)
         _copy_tile(k_desc, k_boxes, k_full, 0, stage, b, kh, p_list, listed, NK, ALL, KEYS, PIECES)
-        mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
+        mbarrier.arrive(v_full.index(stage), count=1)  # there is no V in the first stage
         stage, phase = _advance(stage, phase, NS)
         for j in range(1, n):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -168,6 +181,8 @@ def _copy_fine_tiles(
         mbarrier.wait(empty.index(stage), phase ^ 1)
         _copy_tile(v_desc, v_boxes, v_full, n - 1, stage, b, kh, p_list, listed, NK, ALL, V_ROWS, PIECES)
         mbarrier.arrive(k_full.index(stage), count=1)  # nor a K in the last
+        stage, phase = _advance(stage, phase, NS)
+    return stage, phase
 
 
 @gluon.jit
@@ -181,34 +196,54 @@ def _keys_of_tile(t, o_n, p_list, listed, Sk, KEYS: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED,
+    k_desc, v_desc, counts, indices, rows, turns, boxes, barriers, hints, rows_stride, NQ, NK, ALL, H, SHARED, TURNS,
     NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
-    p_list = indices + flat * NK
-    if KEYS == 128:
-        _copy_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, V_ROWS, STAND_INS)
-    else:
-        _copy_fine_tiles(k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL, NS, V_ROWS, KEYS)
+    s_turn, told, heard = hints
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(0)
+    turn = gl.program_id(0)
+    while turn < TURNS:
+        following = gl.num_programs(0) + gl.atomic_add(turns, 1, sem="relaxed")
+        mbarrier.wait(heard.index(slot), slot_phase ^ 1)
+        s_turn.index(slot).store(gl.full([1], 0, gl.int32, ONE) + following)
+        mbarrier.arrive(told.index(slot), count=1)
+        slot, slot_phase = _advance(slot, slot_phase, _SLOTS)
+        bh, row = _row_at(turn, rows, rows_stride, NQ, TURNS)
+        b, h, kh = _places(bh, H, SHARED)
+        flat = bh.to(gl.int64) * NQ + row
+        listed = gl.load(counts + flat)
+        p_list = indices + flat * NK
+        if KEYS == 128:
+            stage, phase = _copy_tiles(
+                k_desc, v_desc, p_list, boxes, barriers, stage, phase, b, kh, listed, NK, ALL, NS, V_ROWS, STAND_INS
+            )
+        else:
+            stage, phase = _copy_fine_tiles(
+                k_desc, v_desc, p_list, boxes, barriers, stage, phase, b, kh, listed, NK, ALL, NS, V_ROWS, KEYS
+            )
+        turn = following
 
 
 @gluon.jit
 def _copy_tiles(
-    k_desc, v_desc, p_list, boxes, barriers, b, kh, listed, NK, ALL,
+    k_desc, v_desc, p_list, boxes, barriers, stage, phase, b, kh, listed, NK, ALL,
     NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr,
 ):  # fmt: skip
     s_k, s_v = boxes
     k_full, v_full, empty = barriers
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
     n = listed + (ALL - NK)
     if n > 0:
         p_index = p_list + gl.maximum(listed - 1, 0)
         block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
         following = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
-        mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, kh, block * 128, 0], k_full.index(0), s_k.index(0))
-        mbarrier.arrive(v_full.index(0), count=1)  # there is no V in the first stage
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, kh, block * 128, 0], k_full.index(stage), s_k.index(stage))
+        mbarrier.arrive(v_full.index(stage), count=1)  # there is no V in the first stage
         stage, phase = _advance(stage, phase, NS)
         for j in range(1, n):
             later = _block_at(j + 1, p_index, listed, NK, ALL, STAND_INS)
@@ -224,6 +259,8 @@ def _copy_tiles(
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(v_desc, [b, kh, block * V_ROWS, 0], v_full.index(stage), s_v.index(stage))
         mbarrier.arrive(k_full.index(stage), count=1)  # nor a K in the last
+        stage, phase = _advance(stage, phase, NS)
+    return stage, phase
 
 
 @gluon.jit
@@ -315,12 +352,24 @@ def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _queries(q, QUANT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Q as the left operand of Q K^T: in registers where they suffice, which spares a read of Q for every block."""
-    if QUANT != 0:
-        return q
+def _packed(p, TYPE: gl.constexpr):
+    """fp32 [M, N] -> int32 [M, N / 2], neighbours in one: as two bytes each they would travel one to a register."""
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    if TYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
     else:
-        return q.load(LAYOUT)
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _unpacked(x, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    low = x.to(gl.int16).to(TYPE, bitcast=True)
+    high = (x >> 16).to(gl.int16).to(TYPE, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape([x.shape[0], x.shape[1] * 2]), LAYOUT)
 
 
 @gluon.jit
@@ -333,14 +382,36 @@ def _values(s_v, stage, N: gl.constexpr, D: gl.constexpr, QUANT: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_queries(
+    s_raw, q, order, bh, row, q_stride_b, q_stride_h, q_stride_s, H, Sq,
+    M: gl.constexpr, D: gl.constexpr, D_REAL: gl.constexpr, WG: gl.constexpr,
+):  # fmt: skip
+    """Q rows of a warpgroup, through `order`, on their way to shared memory."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])  # 16 bytes a thread, whole rows
+    UNIT: gl.constexpr = 8  # elements that strides count: 16 bytes, which rows are a multiple of
+    o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, WIDE))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    m_q = (o_pos < Sq)[:, None] & (o_d < D_REAL)[None, :]
+    if order is None:
+        o_token = o_pos.to(gl.int64)
+    else:
+        o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
+    p_q = q + ((bh // H).to(gl.int64) * q_stride_b + (bh % H).to(gl.int64) * q_stride_h) * UNIT
+    async_copy.async_copy_global_to_shared(s_raw, p_q + o_token[:, None] * (q_stride_s * UNIT) + o_d[None, :], mask=m_q)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _consumer(
     q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers, barriers,
+    hints,
     q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
-    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
+    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
     NEGATE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    s_q, s_k, s_v, s_o = buffers
+    s_raw, s_q, s_k, s_v = buffers
+    s_turn, told, heard = hints
     k_full, v_full, empty = barriers
     M: gl.constexpr = 64
     N: gl.constexpr = 128
@@ -352,9 +423,18 @@ def _consumer(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    # for global memory: 16 bytes a thread, whole rows
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    UNIT: gl.constexpr = 8  # elements that strides count: 16 bytes, which rows are a multiple of
+    # for out: 8 bytes a thread and 32 of a row side by side, one exchange between neighbours away from O_LAYOUT
+    OUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + ([[0, 64]] if D == 128 else []),
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [M, D],
+    )
+    O_TYPE: gl.constexpr = out.dtype.element_ty
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    UNIT: gl.constexpr = 8  # elements that strides count
     SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
     HAS_BIAS: gl.constexpr = bias is not None
     STAND_INS: gl.constexpr = stand_ins is not None
@@ -363,204 +443,229 @@ def _consumer(
     # whether consumers need to know which block they have: finer ones share a scale, and find their bias by the list
     STREAM: gl.constexpr = not FINE and (HAS_BIAS or QUANT != 0)
 
-    b, h, kh, row, flat, listed = _tile(counts, rows, rows_stride, NQ, H, SHARED)
-    n = _tiles(listed, NK, ALL, PIECES)
-    ahead = (ALL - NK) // PIECES
-    k_bh = b.to(gl.int64) * (H // SHARED) + kh
-    if STAND_INS:
-        p_stand_ins = stand_ins + flat * ((ahead + 1) * 128)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(0)
+    turn = gl.program_id(0)
+    bh, row = _row_at(turn, rows, rows_stride, NQ, TURNS)
+    _fetch_queries(s_raw.index(WG), q, order, bh, row, q_stride_b, q_stride_h, q_stride_s, H, Sq, M, D, D_REAL, WG)
+    flat = bh.to(gl.int64) * NQ + row
+    listed = gl.load(counts + flat)
+    while turn < TURNS:
+        b, h, kh = _places(bh, H, SHARED)
+        n = _tiles(listed, NK, ALL, PIECES)
+        ahead = (ALL - NK) // PIECES
+        k_bh = b.to(gl.int64) * (H // SHARED) + kh
+        if STAND_INS:
+            p_stand_ins = stand_ins + flat * ((ahead + 1) * 128)
+        o_n = gl.arange(0, N, COLUMNS)
+        p_list = indices + flat * NK
+        p_index = p_list + gl.maximum(listed - 1, 0)
 
-    # ---- Q rows, through `order`
-    o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, WIDE))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
-    m_q = (o_pos < Sq)[:, None] & (o_d < D_REAL)[None, :]
-    if order is None:
-        o_token = o_pos.to(gl.int64)
-    else:
-        o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
-    if n > 0:
-        p_q = q + (b.to(gl.int64) * q_stride_b + h.to(gl.int64) * q_stride_h) * UNIT
-        x = gl.load(p_q + o_token[:, None] * (q_stride_s * UNIT) + o_d[None, :], mask=m_q, other=0.0)
-        if NEGATE:
-            x = -x
+        # ---- Q of this row; those of the next one on their way
+        mbarrier.wait(told.index(slot), slot_phase)
+        following = gl.max(s_turn.index(slot).load(ONE), 0)
+        next_bh, next_row = _row_at(following, rows, rows_stride, NQ, TURNS)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        mbarrier.arrive(heard.index(slot), count=1)
+        slot, slot_phase = _advance(slot, slot_phase, _SLOTS)
         scale = scale_log2
         if QUANT != 0:
-            x = x.to(gl.float32)
+            x = s_raw.index(WG).load(WIDE).to(gl.float32)
+            if NEGATE:
+                x = -x
             if lse is not None:  # what smoothing took from the logits
+                o_d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
                 b_mean = gl.load(k_mean + k_bh * D_REAL + o_d, mask=o_d < D_REAL, other=0.0)
                 shift = gl.convert_layout(gl.sum(x * b_mean[None, :], 1), ROWS) * scale_log2
             x, q_scale = _quantised_q(x, s_q.dtype, QUANT)
             scale = gl.convert_layout(q_scale, ROWS) * scale_log2
-        s_q.index(WG).store(x)
-        fence_async_shared()
+            s_q.index(WG).store(x)
+            fence_async_shared()
+            b_q = s_q.index(WG)
+        else:
+            b_q = s_raw.index(WG).load(gl.DotOperandLayout(0, S_LAYOUT, K_STEP // 8))
+            if NEGATE:
+                b_q = -b_q
         gl.thread_barrier()
-        b_q = _queries(s_q.index(WG), QUANT, gl.DotOperandLayout(0, S_LAYOUT, K_STEP // 8))
+        _fetch_queries(
+            s_raw.index(WG), q, order, next_bh, next_row, q_stride_b, q_stride_h, q_stride_s, H, Sq, M, D, D_REAL, WG
+        )
+        next_flat = next_bh.to(gl.int64) * NQ + next_row
+        next_listed = gl.load(counts + next_flat)
 
-        o_n = gl.arange(0, N, COLUMNS)
-        p_list = indices + flat * NK
-        p_index = p_list + gl.maximum(listed - 1, 0)
-        if STREAM:
-            block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
-        if HAS_BIAS:
-            p_bias = bias + b.to(gl.int64) * (NK * KEYS)
-        if HAS_BIAS and not FINE:
-            p_flags = flags + b.to(gl.int64) * ALL
-        if QUANT != 0 and not FINE:
-            p_scale = k_scale + k_bh * ALL
-        # ---- first block: of means, or the only one that can be ragged
-        stage = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        c = scale
-        if QUANT != 0:
-            c = scale * gl.load(k_scale + k_bh if FINE else p_scale + block)
-        if STREAM:
-            block = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
-            later = _block_at(2, p_index, listed, NK, ALL, STAND_INS)
+        o_pos = row * 128 + WG * M + gl.arange(0, M, gl.SliceLayout(1, OUT))
+        if n > 0:
+            if STREAM:
+                block = _block_at(0, p_index, listed, NK, ALL, STAND_INS)
+            if HAS_BIAS:
+                p_bias = bias + b.to(gl.int64) * (NK * KEYS)
+            if HAS_BIAS and not FINE:
+                p_flags = flags + b.to(gl.int64) * ALL
+            if QUANT != 0 and not FINE:
+                p_scale = k_scale + k_bh * ALL
+            # ---- first block: of means, or the only one that can be ragged
+            c = scale
             if QUANT != 0:
-                k_sc = gl.load(p_scale + block)
-            if HAS_BIAS:
-                flag = gl.load(p_flags + block)
-        if STAND_INS:
-            own = gl.load(p_stand_ins + o_n).to(gl.float32)
-        elif HAS_BIAS and not FINE:
-            own = gl.load(p_bias + gl.load(p_index).to(gl.int32) * 128 + o_n)
-        elif FINE:
-            o_key, m_key = _keys_of_tile(n - 1, o_n, p_list, listed, Sk, KEYS)
-            if HAS_BIAS:
-                own = gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))
+                c = scale * gl.load(k_scale + k_bh if FINE else p_scale + block)
+            if STREAM:
+                block = _block_at(1, p_index, listed, NK, ALL, STAND_INS)
+                later = _block_at(2, p_index, listed, NK, ALL, STAND_INS)
+                if QUANT != 0:
+                    k_sc = gl.load(p_scale + block)
+                if HAS_BIAS:
+                    flag = gl.load(p_flags + block)
+            if STAND_INS:
+                own = gl.load(p_stand_ins + o_n).to(gl.float32)
+            elif HAS_BIAS and not FINE:
+                own = gl.load(p_bias + gl.load(p_index).to(gl.int32) * 128 + o_n)
+            elif FINE:
+                o_key, m_key = _keys_of_tile(n - 1, o_n, p_list, listed, Sk, KEYS)
+                if HAS_BIAS:
+                    own = gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))
+                else:
+                    own = gl.where(m_key, 0.0, float("-inf"))
             else:
-                own = gl.where(m_key, 0.0, float("-inf"))
-        mbarrier.wait(v_full.index(0), 0)  # nothing comes: a phase that nobody waits for looks like a mistake to tools
-        mbarrier.wait(k_full.index(0), 0)
-        start = _logits_start(M, N, QUANT, S_LAYOUT)
-        b_k = s_k.index(0).reshape([N, D]).permute((1, 0))
-        s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
-        s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
-        mbarrier.arrive(empty.index(0), count=1)
-        stage, phase = _advance(stage, phase, NS)
-        if STAND_INS or HAS_BIAS or FINE:
+                own = gl.where(o_n < Sk - gl.load(p_index).to(gl.int32) * 128, 0.0, float("-inf"))
+            # there is no V, but a phase that nobody waits for looks like a mistake to tools
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(k_full.index(stage), phase)
+            start = _logits_start(M, N, QUANT, S_LAYOUT)
+            b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
+            s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
+            s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = _advance(stage, phase, NS)
             s = _logits(s, c, QUANT) + own[None, :]
             m = _row_max(s, ROWS)
             base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
             p = _exp2(s - (base - SHIFT)[:, None])
-        else:
-            limit = Sk - gl.load(p_index).to(gl.int32) * 128
-            if limit < N:
-                s = gl.where((o_n < limit)[None, :], s, float("-inf"))
-            m = _largest_logit(s, c, QUANT, ROWS)
-            p = _powers(s, c, m, SHIFT, QUANT)
-            if limit < N:  # again: -inf * c is NaN where the scale is 0
-                p = gl.where((o_n < limit)[None, :], p, 0.0)
-        l = _lane_sums(p)
-        acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
-        v_stage = stage
-        v_phase = phase
-        mbarrier.wait(k_full.index(stage), phase)
-        # ---- the others: with a bias of their own, up to the first of the list; then those that need none
-        for part in gl.static_range(1 - STAND_INS, 2):
-            begin = ahead + 1 if STAND_INS and part == 1 else 1
-            end = n if part == 1 else gl.minimum(ahead + 1, n)
-            # P is carried from step to step in fp32 where narrower values would travel one to a register: all but the
-            # last loop of two bytes, which sees where they come from
-            if QUANT == 0 and part == 1:
-                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-            for j in range(begin, end):
-                if QUANT != 0 or part == 0:
-                    b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-                gl.thread_barrier()  # one is needed since the last release: here it costs least
-                start = _logits_start(M, N, QUANT, S_LAYOUT)
-                b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
-                s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
-                if QUANT != 0 and not FINE:
-                    c = scale * k_sc
-                if HAS_BIAS and not FINE:
-                    has_bias = flag
-                    p_here = p_bias + block * 128
-                if STREAM:
-                    block = later
+            l = _lane_sums(p)
+            if QUANT == 0:
+                p = _packed(p, V_TYPE)
+            acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
+            v_stage = stage
+            v_phase = phase
+            mbarrier.wait(k_full.index(stage), phase)
+            # ---- the others: with a bias of their own, up to the first of the list; then those that need none
+            for part in gl.static_range(1 - STAND_INS, 2):
+                begin = ahead + 1 if STAND_INS and part == 1 else 1
+                end = n if part == 1 else gl.minimum(ahead + 1, n)
+                for j in range(begin, end):
                     if QUANT != 0:
-                        k_sc = gl.load(p_scale + block)
-                    if HAS_BIAS:
-                        flag = gl.load(p_flags + block)
-                    later = _block_at(j + 2, p_index, listed, NK, ALL, STAND_INS)
-                s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
-                stage, phase = _advance(stage, phase, NS)
-                if part == 0 or HAS_BIAS:
-                    s = _logits(s, c, QUANT)
-                    if part == 0:
-                        s = s + gl.load(p_stand_ins + j * 128 + o_n).to(gl.float32)[None, :]
-                    elif FINE:
-                        o_key, m_key = _keys_of_tile(n - 1 - j, o_n, p_list, listed, Sk, KEYS)
-                        s = s + gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))[None, :]
-                    elif has_bias != 0:
-                        s = s + gl.load(p_here + o_n)[None, :]
-                    m_new = gl.maximum(m, _row_max(s, ROWS))
-                    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    alpha = _exp2(m - base)
-                    p = _exp2(s - (base - SHIFT)[:, None])
-                else:
-                    m_new = gl.maximum(m, _largest_logit(s, c, QUANT, ROWS))
-                    alpha = _exp2(m - m_new)
-                    p = _powers(s, c, m_new, SHIFT, QUANT)
-                m = m_new
-                l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
-                mbarrier.wait(k_full.index(stage), phase)
-                acc = warpgroup_mma_wait(0, deps=[acc_token])
-                mbarrier.arrive(empty.index(v_stage), count=1)
-                v_stage, v_phase = _advance(v_stage, v_phase, NS)
-                acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
-                if QUANT == 0 and part == 1:
-                    b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-        # ---- the last P V
-        if QUANT != 0:
-            b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_token])
-        total = gl.convert_layout(gl.sum(l, 1), ROWS)
-        norm = 1.0 / gl.where(total == 0.0, 1.0, total)
-        acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
-        if QUANT != 0:
-            o_c = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
-            acc = acc * gl.load(v_scale + k_bh * D_REAL + o_c, mask=o_c < D_REAL, other=0.0)[None, :]
-        # ---- out rows through shared memory, so that they are stored whole, to their place
-        gl.thread_barrier()  # Q is no longer read
-        s_o.index(WG).store(acc.to(s_o.dtype))
-        gl.thread_barrier()
-        y = s_o.index(WG).load(WIDE)
-        if lse is not None:
-            value = m - SHIFT + gl.log2(total)
+                        b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+                    else:
+                        b_p = _unpacked(p, V_TYPE, P_LAYOUT)
+                    gl.thread_barrier()  # one is needed since the last release: here it costs least
+                    start = _logits_start(M, N, QUANT, S_LAYOUT)
+                    b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
+                    s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
+                    mbarrier.wait(v_full.index(v_stage), v_phase)
+                    acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
+                    if QUANT != 0 and not FINE:
+                        c = scale * k_sc
+                    if HAS_BIAS and not FINE:
+                        has_bias = flag
+                        p_here = p_bias + block * 128
+                    if STREAM:
+                        block = later
+                        if QUANT != 0:
+                            k_sc = gl.load(p_scale + block)
+                        if HAS_BIAS:
+                            flag = gl.load(p_flags + block)
+                        later = _block_at(j + 2, p_index, listed, NK, ALL, STAND_INS)
+                    s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
+                    stage, phase = _advance(stage, phase, NS)
+                    if part == 0 or HAS_BIAS:
+                        s = _logits(s, c, QUANT)
+                        if part == 0:
+                            s = s + gl.load(p_stand_ins + j * 128 + o_n).to(gl.float32)[None, :]
+                        elif FINE:
+                            o_key, m_key = _keys_of_tile(n - 1 - j, o_n, p_list, listed, Sk, KEYS)
+                            s = s + gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))[None, :]
+                        elif has_bias != 0:
+                            s = s + gl.load(p_here + o_n)[None, :]
+                        m_new = gl.maximum(m, _row_max(s, ROWS))
+                        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+                        alpha = _exp2(m - base)
+                        p = _exp2(s - (base - SHIFT)[:, None])
+                    else:
+                        m_new = gl.maximum(m, _largest_logit(s, c, QUANT, ROWS))
+                        alpha = _exp2(m - m_new)
+                        p = _powers(s, c, m_new, SHIFT, QUANT)
+                    m = m_new
+                    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
+                    mbarrier.wait(k_full.index(stage), phase)
+                    acc = warpgroup_mma_wait(0, deps=[acc_token])
+                    mbarrier.arrive(empty.index(v_stage), count=1)
+                    v_stage, v_phase = _advance(v_stage, v_phase, NS)
+                    acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
+                    if QUANT == 0:
+                        p = _packed(p, V_TYPE)
+            # ---- the last P V
             if QUANT != 0:
-                value = value + shift
-            value = value * 0.6931471805599453
-            value = gl.where(total == 0.0, float("-inf"), value)
-    else:
-        y = gl.zeros([M, D], s_o.dtype, WIDE)
-        if lse is not None:
-            value = gl.full([M], float("-inf"), gl.float32, ROWS)
-    p_out = out + (b.to(gl.int64) * out_stride_b + h.to(gl.int64) * out_stride_h) * UNIT
-    gl.store(p_out + o_token[:, None] * (out_stride_s * UNIT) + o_d[None, :], y, mask=m_q)
-    if lse is not None:
-        l_pos = row * 128 + WG * M + gl.arange(0, M, ROWS)
-        if order is None:
-            l_token = l_pos.to(gl.int64)
+                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
+            else:
+                b_p = _unpacked(p, V_TYPE, P_LAYOUT)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc_token])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = _advance(stage, phase, NS)
+            total = gl.convert_layout(gl.sum(l, 1), ROWS)
+            norm = 1.0 / gl.where(total == 0.0, 1.0, total)
+            acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
+            if QUANT != 0:
+                o_c = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
+                acc = acc * gl.load(v_scale + k_bh * D_REAL + o_c, mask=o_c < D_REAL, other=0.0)[None, :]
+            y = gl.convert_layout(acc.to(O_TYPE), OUT)
+            if lse is not None:
+                value = m - SHIFT + gl.log2(total)
+                if QUANT != 0:
+                    value = value + shift
+                value = value * 0.6931471805599453
+                value = gl.where(total == 0.0, float("-inf"), value)
         else:
-            l_token = gl.load(order + l_pos, mask=l_pos < Sq, other=0).to(gl.int64)
-        gl.store(lse + (b.to(gl.int64) * H + h) * Sq + l_token, value, mask=l_pos < Sq)
+            y = gl.zeros([M, D], O_TYPE, OUT)
+            if lse is not None:
+                value = gl.full([M], float("-inf"), gl.float32, ROWS)
+        # ---- out rows, to their place
+        if order is None:
+            o_token = o_pos.to(gl.int64)
+        else:
+            o_token = gl.load(order + o_pos, mask=o_pos < Sq, other=0).to(gl.int64)
+        o_d = gl.arange(0, D, gl.SliceLayout(0, OUT))
+        m_out = (o_pos < Sq)[:, None] & (o_d < D_REAL)[None, :]
+        p_out = out + (b.to(gl.int64) * out_stride_b + h.to(gl.int64) * out_stride_h) * UNIT
+        gl.store(p_out + o_token[:, None] * (out_stride_s * UNIT) + o_d[None, :], y, mask=m_out)
+        if lse is not None:
+            l_pos = row * 128 + WG * M + gl.arange(0, M, ROWS)
+            if order is None:
+                l_token = l_pos.to(gl.int64)
+            else:
+                l_token = gl.load(order + l_pos, mask=l_pos < Sq, other=0).to(gl.int64)
+            gl.store(lse + (b.to(gl.int64) * H + h) * Sq + l_token, value, mask=l_pos < Sq)
+        turn = following
+        bh = next_bh
+        row = next_row
+        flat = next_flat
+        listed = next_listed
+    async_copy.wait_group(0)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def hopper_attention_kernel(
-    q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean,
+    q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, turns,
     q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
-    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk,
+    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
     KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One program has one row of blocks: 128 queries. KEYS: of a block of keys, 128, 64 or 32.
+    """Programs take TURNS rows of blocks, 128 queries each, one after the other. KEYS: of a block, 128, 64 or 32.
 
+    turns int32 [1], 0: how many rows were taken beyond the first of each program.
     k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or if quantised transposed block by block, [B, Hk, ALL * D, KEYS]
     seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks.
     stand_ins: the means behind the NK blocks take part in every row, with these biases; else ALL is NK.
@@ -568,8 +673,8 @@ def hopper_attention_kernel(
     K_TYPE: gl.constexpr = k_desc.dtype
     O_TYPE: gl.constexpr = out.dtype.element_ty
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], K_TYPE)
-    O_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], O_TYPE)
-    s_q = gl.allocate_shared_memory(K_TYPE, [2, 64, D], Q_SHARED)
+    RAW_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], O_TYPE)
+    s_raw = gl.allocate_shared_memory(O_TYPE, [2, 64, D], RAW_SHARED)
     if KEYS == 128:
         s_k = gl.allocate_shared_memory(K_TYPE, [NS] + k_desc.block_type.shape, k_desc.layout)
         s_v = gl.allocate_shared_memory(v_desc.dtype, [NS] + v_desc.block_type.shape, v_desc.layout)
@@ -590,10 +695,17 @@ def hopper_attention_kernel(
             s_v = boxes[1]._reinterpret(v_desc.dtype, [NS, D, 128], V_TILE)
         else:
             s_v = boxes[1]._reinterpret(K_TYPE, [NS, 128, D], K_TILE)
-    if QUANT != 0:
-        s_o = gl.allocate_shared_memory(O_TYPE, [2, 64, D], O_SHARED)
+    if QUANT != 0:  # s_raw: as they came
+        s_q = gl.allocate_shared_memory(K_TYPE, [2, 64, D], Q_SHARED)
     else:
-        s_o = s_q
+        s_q = s_raw
+    s_turn = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_SLOTS):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=2)
+    hints = (s_turn, told, heard)
     k_full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
@@ -602,26 +714,26 @@ def hopper_attention_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    buffers = (s_q, s_k, s_v, s_o)
+    buffers = (s_raw, s_q, s_k, s_v)
     barriers = (k_full, v_full, empty)
     V_ROWS: gl.constexpr = D * KEYS // 128 if QUANT != 0 else KEYS  # of a block
     gl.warp_specialize(
         [
             (_consumer, (
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
-                barriers,
+                barriers, hints,
                 q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
-                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 0, QUANT, NEGATE, KEYS,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS, D, D_REAL, NS, 0, QUANT, NEGATE, KEYS,
             )),
             (_consumer, (
                 q, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, buffers,
-                barriers,
+                barriers, hints,
                 q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
-                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, D, D_REAL, NS, 1, QUANT, NEGATE, KEYS,
+                rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS, D, D_REAL, NS, 1, QUANT, NEGATE, KEYS,
             )),
             (_producer, (
-                k_desc, v_desc, counts, indices, rows, boxes, barriers, rows_stride, NQ, NK, ALL, H, SHARED, NS,
-                V_ROWS, stand_ins is not None, KEYS,
+                k_desc, v_desc, counts, indices, rows, turns, boxes, barriers, hints, rows_stride, NQ, NK, ALL, H,
+                SHARED, TURNS, NS, V_ROWS, stand_ins is not None, KEYS,
             )),
         ],
         [4, 1],
