@@ -192,7 +192,7 @@ def unchecked(
     k_len: int | None = None,
     orders: tuple[TokenOrderKey, TokenOrderKey] | None = None,
 ) -> BlockMask:
-    """A `BlockMask` of parts that the library made to fit each other: checks take as long as launching a kernel."""
+    """A `BlockMask` of parts that the library made to fit each other: checking takes longer than all the rest."""
     mask = object.__new__(BlockMask)
     vars(mask).update(counts=counts, indices=indices, block_size=block_size, q_len=q_len, k_len=k_len, orders=orders)
     return mask
