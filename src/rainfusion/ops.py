@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from rainfusion import pipeline, planning
 from rainfusion.backends import dense
-from rainfusion.blockmask import BlockMask, index_dtype
+from rainfusion.blockmask import BlockMask, index_dtype, unchecked
 from rainfusion.calls import Attended, Call, Inputs
 from rainfusion.geometry import Geometry, TokenOrderKey
 from rainfusion.options import Method, sides
@@ -32,7 +32,9 @@ def attend(inputs: Inputs, call: Call, plan: Plan | None = None) -> Attended:
         out, lse, mask = pipeline.attend(inputs, plan)
         if inputs.mask is not None or mask is None or not call.return_mask:
             return Attended(out, lse, inputs.mask)
-        return Attended(out, lse, _labelled(mask.counts, mask.indices, inputs, call, plan.orders))
+        lengths = inputs.q.shape[2], inputs.k.shape[2]
+        known = unchecked(mask.counts, mask.indices, call.method.block_size, *lengths, plan.orders)
+        return Attended(out, lse, known)
     if planning.runs_dense(call, inputs.shapes):
         out, used = dense.attend(inputs, call), None
         if call.return_mask:

@@ -8,6 +8,7 @@ the benchmarks and the lab use the same. A plan is made once for a call and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -159,6 +160,25 @@ class Plan:
         """Of q's and of k's tokens, for a mask."""
         return orders(self.call, self.q_spec, self.k_spec)
 
+    @cached_property
+    def kind(self) -> object:
+        """One for all plans that launch the same kernels: those that differ in nothing but one budget for all heads."""
+        if len(self.budgets) != 1 or self.dense_because is not None:
+            return self
+        method = replace(self.method, sparsity=0.0)
+        return _kind(self.call._replace(method=method, may_be_dense=False), self.shapes, self.backend)
+
+    @cached_property
+    def kept_blocks(self) -> int | None:
+        """How many blocks a call computes, of all heads together; None: the data decides."""
+        return budgets.kept(self.method, self.budgets, self.shapes.q[:2], self.q_spec, self.k_spec)
+
+    @cached_property
+    def blocks(self) -> int:
+        """How many blocks there are, of all heads together."""
+        rows, columns = -(-self.shapes.q_len // self.method.q_block), -(-self.shapes.k_len // self.method.k_block)
+        return math.prod(self.shapes.q[:2]) * rows * columns
+
     def __str__(self) -> str:
         if self.dense_because is not None:
             lines = [f"runs with torch's attention: {self.dense_because}"]
@@ -191,6 +211,11 @@ def plan(call: Call, shapes: Shapes) -> Plan:
         budgets.numbers(method, *specs) if predicts and method.target_error is None else (),
         *specs,
     )
+
+
+@lru_cache(maxsize=4096)
+def _kind(call: Call, shapes: Shapes, backend: str) -> object:
+    return object()
 
 
 def planned(

@@ -4,6 +4,8 @@ An image's attention takes 0.3 ms on a fast GPU, and Python takes longer than th
 Triton bind the arguments of six to ten kernels. All of it is the same for the next call of a plan whose tensors lie in
 memory alike. So the second such call is recorded: which kernels were launched with what, which memory was allocated in
 between. From the third on they are launched with the new pointers, in one piece of memory for all that lies between.
+Plans that differ in how many blocks a row keeps share a record: the number is an argument of one kernel, and a schedule
+has another one at every step.
 
 Recorded is only what is known to be the same again: `launch` tells of kernels, and a dispatch mode watches every
 operation of torch. One that does more than allocate, or look at memory in another way, and the call is not repeated.
@@ -15,13 +17,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from rainfusion.blockmask import BlockMask
+from rainfusion.blockmask import BlockMask, unchecked
 from rainfusion.calls import Attended, Inputs, Shapes
 from rainfusion.graphs import is_capturing
 from rainfusion.options import Method
@@ -36,21 +39,20 @@ _ALIGNED = 512  # as torch's allocator does
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _SEEN_ONCE, _FAILED_ONCE, _NEVER = "seen once", "failed once", "never"
 
-_known: dict[Any, Recording | str] = {}  # by plan and how tensors lie in memory
+_known: dict[Any, Recording | str] = {}  # by kind of plan and how tensors lie in memory
 _local = threading.local()  # .recorder: of the call that this thread records
 _lock = threading.Lock()
 
 
 class _Place(NamedTuple):
-    """Of an argument that is a pointer: `bases[base] + offset`."""
+    """A pointer, or the plan's budget: `bases[base] + offset`."""
 
-    at: int
     base: int
     offset: int
 
 
 class _Box(NamedTuple):
-    """Of an argument that tells the copy engine where and how to read."""
+    """What tells the copy engine where and how to read."""
 
     place: _Place
     shape: list[int]
@@ -63,9 +65,7 @@ class _Launch(NamedTuple):
     programs: int
     function: int
     packed: Any
-    arguments: list[Any]
-    places: list[_Place]
-    boxes: list[_Box]
+    arguments: Callable[[list[Any]], tuple[Any, ...]]  # picks them out of a call's values
 
 
 class _Pointer:
@@ -96,39 +96,52 @@ class _Result(NamedTuple):
 
 
 class Recording:
-    """What a call launched. Bases of pointers: q, k, v, its results, and the memory between."""
+    """What a call launched. The values of its arguments are places, boxes and constants, each of them once.
 
-    def __init__(self, launches: list[_Launch], results: list[_Result], size: int, kept: list[Tensor]) -> None:
+    Bases of places: q, k, v, its results, the memory between, and the budget.
+    """
+
+    def __init__(
+        self,
+        launches: list[_Launch],
+        values: tuple[list[_Place], list[_Box], list[Any]],
+        results: list[_Result],
+        size: int,
+        kept: list[Tensor],
+    ) -> None:
         self._launches, self._results, self._size = launches, results, size
+        self._places, self._boxes, self._constants = values
         self._kept = kept  # layouts and other tensors that every such call reads
 
-    def run(self, inputs: Inputs, device: int | None) -> list[Tensor]:
+    def run(self, inputs: Inputs, device: int | None, budget: int = 0) -> list[Tensor]:
+        """`budget`: the key blocks that a row keeps, if that is one number."""
+        on = inputs.q.device
         results = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=inputs.q.device)
-            for shape, strides, dtype in self._results
+            torch.empty_strided(shape, strides, dtype=dtype, device=on) for shape, strides, dtype in self._results
         ]
-        between = torch.empty(self._size, dtype=torch.uint8, device=inputs.q.device)
+        between = torch.empty(self._size, dtype=torch.uint8, device=on)
         bases = [x.data_ptr() for x in (*inputs[:3], *results, between)]
+        bases.append(budget)
+        values: list[Any] = [bases[base] + offset for base, offset in self._places]
+        for (base, offset), shape, strides, padding in self._boxes:
+            values.append(_Descriptor(_Pointer(bases[base] + offset), shape, strides, padding))
+        values += self._constants
         stream = 0 if device is None else torch._C._cuda_getCurrentRawStream(device)
-        for run, programs, function, packed, arguments, places, boxes in self._launches:
-            found = arguments.copy()
-            for at, base, offset in places:
-                found[at] = bases[base] + offset
-            for (at, base, offset), shape, strides, padding in boxes:
-                found[at] = _Descriptor(_Pointer(bases[base] + offset), shape, strides, padding)
-            run(programs, 1, 1, stream, function, packed, None, None, None, *found)
+        for run, programs, function, packed, arguments in self._launches:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *arguments(values))
         return results
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+def launch(kernel: Any, programs: int, *args: Any, budget: Any = None, **options: Any) -> None:
     """`kernel[(programs,)](*args, **options)`, told to the recorder of this thread if there is one.
 
-    Arguments by position, `tl.constexpr` and warps by name.
+    Arguments by position, `tl.constexpr` and warps by name. `budget`: the name of the argument that is the plan's one
+    budget, or None; the kernel must not be compiled for its value.
     """
     compiled = kernel[(programs,)](*args, **options)
     recorder: _Recorder | None = getattr(_local, "recorder", None)
     if recorder is not None:
-        recorder.launched(kernel, compiled, programs, args, options)
+        recorder.launched(kernel, compiled, programs, args, options, budget)
 
 
 def again(inputs: Inputs, plan: Plan) -> Attended | None:
@@ -139,14 +152,14 @@ def again(inputs: Inputs, plan: Plan) -> Attended | None:
     found = _known.get(_key(inputs, plan))
     if not isinstance(found, Recording) or _watched():
         return None
-    return _attended(found.run(inputs, device), plan)
+    return _attended(found.run(inputs, device, plan.budgets[0] if plan.budgets else 0), plan)
 
 
 def _attended(results: list[Tensor], plan: Plan) -> Attended:
     """From what `finish` was told, in its order."""
     out, *others = results
     lse = others.pop(0) if plan.call.return_lse else None
-    mask = BlockMask(others[0], others[1], plan.method.block_size) if others else None
+    mask = unchecked(others[0], others[1], plan.method.block_size) if others else None
     return Attended(out, lse, mask)
 
 
@@ -211,16 +224,20 @@ def _watched() -> bool:
     """Whether somebody, a profiler for example, wants to see launches as Triton makes them."""
     from triton import knobs
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return knobs.runtime.debug or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    asked = knobs.runtime
+    enter, leave = asked.launch_enter_hook, asked.launch_exit_hook
+    hooked = (enter is not None and getattr(enter, "calls", True)) or (
+        leave is not None and getattr(leave, "calls", True)
+    )
+    return bool(asked.debug or hooked)
 
 
 def _key(inputs: Inputs, plan: Plan) -> Any:
-    """With the plan, all that the launches depend on: where tensors lie apart, together, and at multiples of what."""
+    """All that launches depend on: the kind of plan; where tensors lie apart, together, and at multiples of what."""
     q, k, v = inputs[:3]
     at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     aligned = (at_q % 16, at_k % 16, at_v % 16, at_q == at_k, at_k == at_v, at_q == at_v)
-    return plan, q.stride(), k.stride(), v.stride(), aligned
+    return plan.kind, q.stride(), k.stride(), v.stride(), aligned
 
 
 class _Recorder(TorchDispatchMode):
@@ -235,7 +252,7 @@ class _Recorder(TorchDispatchMode):
         self._inputs = [x.data_ptr() for x in inputs[:3]]
         self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
         self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
-        self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any]]] = []
+        self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any], str | None]] = []
         self._other: str | None = None  # what cannot be repeated
         self._bytes = 0
 
@@ -272,10 +289,12 @@ class _Recorder(TorchDispatchMode):
             return False
         return args[0].untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
 
-    def launched(self, kernel: Any, compiled: Any, programs: int, args: tuple[Any, ...], options: Any) -> None:
+    def launched(
+        self, kernel: Any, compiled: Any, programs: int, args: tuple[Any, ...], options: Any, budget: str | None
+    ) -> None:
         if not hasattr(compiled, "packed_metadata"):  # of an interpreter
             self._other = "a kernel that was not compiled"
-        self._told.append((kernel, compiled, programs, args, options))
+        self._told.append((kernel, compiled, programs, args, options, budget))
 
     def recording(self, results: list[Tensor]) -> Recording | None:
         """None if the call did what cannot be repeated."""
@@ -289,38 +308,52 @@ class _Recorder(TorchDispatchMode):
             offsets[at] = size
             size += -(-nbytes // _ALIGNED) * _ALIGNED
         kept: list[Tensor] = []
+        places: dict[_Place, int] = {}
+        boxes: list[_Box] = []
+        constants: list[Any] = []
 
-        def place(at: int, x: Tensor) -> _Place | None:
+        def place(x: Tensor) -> _Place | None:
             """None: it is where it was."""
             memory = x.untyped_storage().data_ptr()
             if x.data_ptr() in self._inputs:
-                return _Place(at, self._inputs.index(x.data_ptr()), 0)
+                return _Place(self._inputs.index(x.data_ptr()), 0)
             if memory in at_results:
-                return _Place(at, 3 + at_results.index(memory), x.data_ptr() - memory)
+                return _Place(3 + at_results.index(memory), x.data_ptr() - memory)
             if memory in offsets:
-                return _Place(at, 3 + len(results), offsets[memory] + x.data_ptr() - memory)
+                return _Place(3 + len(results), offsets[memory] + x.data_ptr() - memory)
             if memory in self._of_inputs:
                 self._other = "a part of the inputs"
             kept.append(x)
             return None
 
-        launches = []
-        for kernel, compiled, programs, args, options in self._told:
-            named = dict(zip(kernel.arg_names, args, strict=False))
-            arguments = [named[name] if name in named else options[name] for name in kernel.arg_names]
-            places, boxes = [], []
-            for i, x in enumerate(arguments):
-                if isinstance(x, Tensor):
-                    found = place(i, x)
-                    arguments[i] = x.data_ptr()
-                    places += [] if found is None else [found]
-                elif hasattr(x, "block_shape"):  # a descriptor
-                    found = place(i, x.base)
-                    if found is not None:
-                        boxes.append(_Box(found, list(x.shape), list(x.strides), x.padding))
-                        arguments[i] = None  # not to hold on to that memory
-            launches.append(
-                _Launch(compiled.run, programs, compiled.function, compiled.packed_metadata, arguments, places, boxes)
+        def value(x: Any, is_budget: bool) -> tuple[str, int]:
+            """In which list it is, and where there."""
+            found = _Place(4 + len(results), 0) if is_budget else None
+            if isinstance(x, Tensor):
+                found, x = place(x), x.data_ptr()
+            elif hasattr(x, "block_shape"):  # a descriptor
+                at = place(x.base)
+                if at is not None:
+                    boxes.append(_Box(at, list(x.shape), list(x.strides), x.padding))
+                    return "boxes", len(boxes) - 1
+            if found is not None:
+                return "places", places.setdefault(found, len(places))
+            constants.append(x)
+            return "constants", len(constants) - 1
+
+        picked = []
+        for kernel, _, _, args, options, budget in self._told:
+            named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+            picked.append([value(named[name], name == budget) for name in kernel.arg_names])
+        starts = {"places": 0, "boxes": len(places), "constants": len(places) + len(boxes)}
+        launches = [
+            _Launch(
+                compiled.run, programs, compiled.function, compiled.packed_metadata,
+                itemgetter(*(starts[table] + at for table, at in found)),
             )
+            for (_, compiled, programs, *_), found in zip(self._told, picked, strict=True)
+        ]  # fmt: skip
         forms = [_Result(tuple(x.shape), x.stride(), x.dtype) for x in results]
-        return None if self._other else Recording(launches, forms, size, kept)
+        if self._other:
+            return None
+        return Recording(launches, (list(places), boxes, constants), forms, size, kept)

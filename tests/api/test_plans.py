@@ -56,6 +56,58 @@ def test_a_plan_is_made_once_for_a_layers_shapes(monkeypatch):
     assert len(made) == 2  # with a key mask and without
 
 
+@pytest.mark.parametrize("has_key_mask", [False, True])
+@pytest.mark.parametrize("sparsity", [0.0001, 0.5, (0.9, 0.3, 0.5, 0.99), 1.0])
+@pytest.mark.parametrize("exact_budget", [False, True])
+@pytest.mark.parametrize("first_frame", ["protected", "keys", "free"])
+@pytest.mark.parametrize("text", [0, TXT])
+@pytest.mark.parametrize("block_size", [128, 64, (128, 32)])
+def test_how_many_blocks_are_kept_is_known_beforehand_or_up_to_the_data(
+    block_size, text, first_frame, exact_budget, sparsity, has_key_mask
+):
+    length = text + 3 * 9 * 13
+    q, k, v = qkv(2, 4, length, 8)
+    keep = torch.arange(length).expand(2, -1) % 200 > 70 if has_key_mask else None
+    options = dict(sparse_type="rf_v2", latent_shape_q=GRID, txt_len=text, first_frame=first_frame)
+    options.update(exact_budget=exact_budget, sparsity=sparsity, block_size=block_size)
+    mask = predict_mask(q, k, keep, **options)
+    _, plan = planning.planned(q, k, v, keep, **options)
+    assert plan.blocks == mask.indices.numel()
+    if plan.kept_blocks is not None:
+        assert plan.kept_blocks == int(mask.counts.sum())
+    else:
+        assert not exact_budget and (text or first_frame != "free")
+
+
+def test_how_many_blocks_are_kept_where_values_decide():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+    for options in (dict(sparse_type="rf_v2", target_error=0.1), dict(sparse_type="ada_bsa", sparsity=0.5)):
+        assert planning.planned(q, k, v, **options)[1].kept_blocks is None
+
+
+def test_plans_of_one_kind_differ_in_the_number_of_blocks_alone():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+
+    def kind(**options):
+        call = {**VIDEO, "sparsity": 0.5, "backend": "portable", **options}
+        return planning.planned(q, k, v, **call)[1].kind
+
+    assert kind() is kind(sparsity=0.7) is kind(sparsity=(0.3, 0.3))
+    others = [dict(txt_len=0, latent_shape_q=None), dict(predictor="submeans"), dict(scale=0.2), dict(compensate=True)]
+    others += [dict(backend="reference"), dict(sparsity=0.0), dict(sparsity=(0.5, 0.4)), dict(exact_budget=True)]
+    kinds = [kind(), *(kind(**other) for other in others)]
+    assert len({id(one) for one in kinds}) == len(kinds)
+
+
+@pytest.mark.crossover
+def test_a_plan_that_is_dense_is_of_no_sparse_kind():
+    """A sparser call of the same shapes may have been recorded: it is not what runs."""
+    q, k, v = qkv(1, 1, 256, 16)
+    _, plan = planning.planned(q, k, v, sparse_type="rf_v2", sparsity=0.3)
+    assert plan.dense_because is not None
+    assert plan.kind is plan
+
+
 # --- masks and orders ------------------------------------------------------------------------------------------------
 
 

@@ -61,8 +61,9 @@ def _base(x):
 class Plan:
     """As much of one as recordings ask for."""
 
-    def __init__(self, return_mask=False):
+    def __init__(self, return_mask=False, kind=None, budgets=()):
         self.call = SimpleNamespace(return_mask=return_mask, return_lse=False)
+        self.kind, self.budgets = self if kind is None else kind, budgets
 
 
 def tensors(*shape):
@@ -150,6 +151,24 @@ def test_operations_of_torch_are_not_repeated_so_neither_is_the_call(more):
         inputs = tensors(1, 1, 4, 4)
         torch.testing.assert_close(attended(inputs, plan, kernel, more), expected(inputs))
     assert kernel.runs == []
+
+
+def test_another_budget_is_the_same_call_with_another_number():
+    """A schedule has one for every step."""
+    kernel, kind = Kernel(), object()
+    for i, budget in enumerate((5, 4, 3, 2)):
+        inputs, plan = tensors(1, 1, 4, 4), Plan(kind=kind, budgets=(budget,))
+        found = replaying._known.get(replaying._key(inputs, plan))
+        assert isinstance(found, replaying.Recording) == (i > 1)
+        if i > 1:
+            (out,) = found.run(inputs, None, budget)
+        else:
+            with replaying.recorded(inputs, plan) as finish:
+                out = torch.empty_like(inputs.q)
+                launch(kernel, 5, inputs.q, inputs.k, out, budget, budget="factor", N=16)
+                finish(out, None, None)
+        torch.testing.assert_close(out, inputs.q * budget + inputs.k)
+    assert kernel.runs == [5, 5]
 
 
 def test_views_are():

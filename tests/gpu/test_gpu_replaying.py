@@ -8,6 +8,9 @@ import torch
 
 from helpers import gpu
 from rainfusion import Method, replaying, sparse_attention
+from rainfusion.integrations.decider import Decider
+from rainfusion.integrations.scenes import Scene
+from rainfusion.integrations.settings import Settings
 
 pytestmark = gpu.ON_GPU
 GRID, TEXT, HEADS, HEAD_DIM = [3, 12, 16], 20, 4, 128
@@ -64,6 +67,48 @@ def test_the_same_bits(backend, name, together):
         expected = anew(qkv, name, backend)
         assert torch.equal(out, expected)
         assert out.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_one_recording_serves_every_sparsity(backend, precision):
+    """A schedule has another one at every step."""
+    if torch.cuda.get_device_capability() != (9, 0) and (backend == "hopper" or precision == "fp8"):
+        pytest.skip("needs a Hopper GPU")
+    for seed, sparsity in enumerate((0.9, 0.8, 0.7, 0.6, 0.3, 0.99, 0.9)):
+        method = Method.recommended(sparsity=sparsity, precision=precision)
+        options = dict(method=method, latent_shape_q=GRID, txt_len=TEXT, backend=backend, return_mask=True)
+        qkv = tensors(seed)
+        out, mask = sparse_attention(*qkv, **options)
+        assert len(recordings()) == (seed > 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replaying, "_known", {})
+            patch.setattr(replaying, "_may_repeat", lambda inputs, plan: False)
+            expected, same = sparse_attention(*qkv, **options)
+        assert torch.equal(out, expected)
+        assert torch.equal(mask.counts, same.counts)
+        assert torch.equal(mask.indices, same.indices)
+
+
+def test_steps_of_a_model_are_repeated():
+    """What `enable` asks for, with a schedule: the same bits and the same counts as when everything is derived anew."""
+
+    def run(steps):
+        settings = Settings.check(None, {"sparsity": 0.6}, min_tokens=0, schedule="falling")
+        decider, found = Decider(settings, ["a"]), []
+        for step in range(steps):
+            decider.begin(Scene((tuple(GRID),), before=TEXT), step=step, steps=steps)
+            found.append(decider.attend(0, *tensors(step), None, pytest.fail))
+        return found, decider.stats()
+
+    outs, stats = run(6)
+    assert len(recordings()) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replaying, "_known", {})
+        patch.setattr(replaying, "_may_repeat", lambda inputs, plan: False)
+        expected, same = run(6)
+    assert all(torch.equal(out, other) for out, other in zip(outs, expected, strict=True))
+    assert stats == same
 
 
 def test_with_lse():

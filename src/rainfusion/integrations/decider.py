@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rainfusion import ops, planning
 from rainfusion.calls import Call, Inputs
@@ -124,6 +125,7 @@ class Decider:
         self._say = _log.warning if say is None else say
         self._forward = _NOT_BEGUN
         self._ways: dict[Any, Way | Dense] = {}
+        self._known: dict[Any, Way | Dense] = {}  # the same by tensors that are not checked yet, without a key mask
         self._entered: set[int] = set()
         self._reached: set[int] = set()
 
@@ -279,9 +281,17 @@ class Decider:
     ) -> Tensor:
         """The sparse half of `attend`, for `answer`: the result, or the reason why it is dense, raised."""
         scene = self.scene_for(layer, special)
-        keys = plain_key_mask(key_mask, q, k, pairs_are_keys)
-        inputs = checked(q, k, v, keys)
-        way = self.way(layer, scene, inputs, scale)
+        key = self._key(layer, scene, q, k, v, scale) if key_mask is None and is_plain(q, k, v) else None
+        way = None if key is None else self._known.get(key)
+        if way is None:
+            inputs = checked(q, k, v, plain_key_mask(key_mask, q, k, pairs_are_keys))
+            way = self._way_or_reason(layer, scene, inputs, scale)
+            if key is not None:
+                _keep(self._known, key, way)
+        else:
+            inputs = Inputs(q, k, v)
+        if isinstance(way, Dense):
+            raise way.again()
         if self.observer is not None:
             self.observer(self.full_name(layer), inputs, way.plan)
             raise Dense.asked("the call is observed")
@@ -290,20 +300,29 @@ class Decider:
             out = out.masked_fill(~inputs.keep[:, None, :, None], 0.0)  # a padding query sees no key
         return out
 
+    def _key(self, layer: int, scene: Scene, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Any:
+        """All that the checks of plain tensors ask, and all that a way depends on."""
+        return (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            scene, scale, self._forward.stage, layer if self.settings.profile is not None else None,
+        )  # fmt: skip
+
     def way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
         """How to run a call of this shape: found once, then known. Raises the reason if it is dense."""
+        found = self._way_or_reason(layer, scene, inputs, scale)
+        if isinstance(found, Dense):
+            raise found.again()
+        return found
+
+    def _way_or_reason(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way | Dense:
         key = (inputs.shapes, scene, scale, layer if self.settings.profile is not None else None, self._forward.stage)
         found = self._ways.get(key)
         if found is None:
-            if len(self._ways) >= _MOST_WAYS:
-                self._ways.clear()
             try:
                 found = self._find_way(layer, scene, inputs, scale)
             except Dense as why:
                 found = why.again()
-            self._ways[key] = found
-        if isinstance(found, Dense):
-            raise found.again()
+            _keep(self._ways, key, found)
         return found
 
     def _find_way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
@@ -323,11 +342,13 @@ class Decider:
                 scale=scale,
                 backend=settings.backend,
                 may_be_dense=settings.min_tokens is None,
-                return_mask=True,
             )
             if call.keeps_everything:
                 raise Dense.asked("sparsity is 0")
             plan = planning.plan(call, inputs.shapes)
+            if plan.kept_blocks is None:  # they are counted in the mask
+                call = call._replace(return_mask=True)
+                plan = planning.plan(call, inputs.shapes)
         except (ValueError, TypeError) as error:
             raise Dense.unsupported(str(error)) from error
         if plan.dense_because is not None:
@@ -355,6 +376,23 @@ class Decider:
         self.tally = Tally(len(self.layers))
 
 
+def _keep(table: dict[Any, Way | Dense], key: Any, found: Way | Dense) -> None:
+    if len(table) >= _MOST_WAYS:
+        table.clear()
+    table[key] = found
+
+
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether all that `checked` asks is their shapes, types and devices: no gradients, and no special tensors."""
+    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor) or forward_ad._current_level >= 0:
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    if q.is_nested or k.is_nested or v.is_nested:
+        return False
+    return q.layout is k.layout is v.layout is torch.strided
+
+
 def checked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Inputs:
     """[B, N, S, D], as `sparse_attention` would take them; else the reason why it would not."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -379,10 +417,9 @@ def place(scene: Scene, inputs: Inputs) -> Placed:
 def run(tally: Tally, layer: int, inputs: Inputs, way: Way, step: int | None = None) -> Tensor:
     """A sparse call, counted; with a step, for that step, too."""
     out, _, mask = ops.attend(inputs, way.call, way.plan)
-    if mask is None:
-        tally.sparse(layer, way.words)
-    else:
-        tally.sparse(layer, way.words, mask.counts.sum(), mask.counts.numel() * mask.num_k_blocks, step)
+    kept = way.plan.kept_blocks if mask is None else mask.counts
+    assert kept is not None
+    tally.sparse(layer, way.words, kept, way.plan.blocks, step)
     return out
 
 

@@ -6,29 +6,64 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from rainfusion.graphs import is_capturing
 from rainfusion.table import table
+
+_MOST_WAITING, _MOST_ROWS = 16, 2**14  # calls whose blocks are summed at once, and rows of blocks that they have
 
 
 @dataclass
 class LayerTally:
-    """The calls of one layer. Blocks are summed on the device, and read when somebody asks."""
+    """The calls of one layer. Blocks that the data decides are summed on the device, and read when somebody asks.
+
+    Not at every call: sums have to be launched, too, and for many calls at once they are as few as for one.
+    """
 
     sparse_calls: int = 0
     dense_calls: int = 0
-    kept: Tensor | int = 0
+    kept: int = 0  # as far as that was known beforehand
+    found: Tensor | int = 0  # the others, on the device
     blocks: int = 0
+    waiting: list[Tensor] = field(default_factory=list)  # counts that are still to be summed in `found`
+    waiting_rows: int = 0
+
+    def sparse(self, kept: Tensor | int, blocks: int) -> None:
+        """One call; kept: how many blocks, or how many of each row."""
+        self.sparse_calls += 1
+        self.blocks += blocks
+        if isinstance(kept, int):
+            self.kept += kept
+            return
+        if is_capturing(kept.device):  # a graph must not read what waits, which is given up afterwards
+            self.found = self.found + kept.sum()
+            return
+        if self.waiting and self.waiting[0].device != kept.device:
+            self._sum()
+        self.waiting.append(kept)
+        self.waiting_rows += kept.numel()
+        if len(self.waiting) >= _MOST_WAITING or self.waiting_rows >= _MOST_ROWS:
+            self._sum()
 
     def add(self, other: LayerTally) -> None:
         """The calls of the same layer at another time."""
+        other._sum()
         self.sparse_calls += other.sparse_calls
         self.dense_calls += other.dense_calls
-        self.kept = self.kept + other.kept
+        self.kept += other.kept
+        self.found = self.found + other.found
         self.blocks += other.blocks
 
     def density(self) -> float | None:
-        return int(self.kept) / self.blocks if self.blocks else None
+        self._sum()
+        return (self.kept + int(self.found)) / self.blocks if self.blocks else None
+
+    def _sum(self) -> None:
+        counts, self.waiting, self.waiting_rows = self.waiting, [], 0
+        if counts:
+            self.found = self.found + torch.cat([x.flatten() for x in counts]).sum()
 
 
 class Tally:
@@ -41,11 +76,10 @@ class Tally:
         self.steps: dict[int, LayerTally] = {}  # of all layers, where the steps differ
 
     def sparse(self, layer: int, layout: str, kept: Tensor | int = 0, blocks: int = 0, step: int | None = None) -> None:
-        call = LayerTally(1, 0, kept, blocks)
-        self.layers[layer].add(call)
+        self.layers[layer].sparse(kept, blocks)
         self.layouts[layout] += 1
         if step is not None:
-            self.steps.setdefault(step, LayerTally()).add(call)
+            self.steps.setdefault(step, LayerTally()).sparse(kept, blocks)
 
     def dense(self, layer: int, reason: str) -> None:
         self.layers[layer].dense_calls += 1

@@ -53,6 +53,25 @@ def _number(q_spec: LayoutSpec, k_spec: LayoutSpec, sparsity: float, exact: bool
     return max(1, math.ceil(left / free_rows)) if free_rows else 1
 
 
+def kept(
+    method: Method, numbers: tuple[int, ...], sides: tuple[int, ...], q_spec: LayoutSpec, k_spec: LayoutSpec
+) -> int | None:
+    """Blocks that all heads compute together, sides = (B, H); None where that depends on the data.
+
+    It does where numbers are of all columns and some of those are protected: how many of the best ones are, is not
+    known beforehand.
+    """
+    rows, columns = (cached_layout(spec, torch.device("cpu")) for spec in (q_spec, k_spec))
+    if not numbers or (columns.num_protected and not method.exact_budget):
+        return None
+    batch, heads = sides
+    free = columns.num_blocks - columns.num_protected
+    of_rows = [columns.num_protected + min(number, free) for number in numbers]
+    chosen = sum(of_rows) * (heads if len(of_rows) == 1 else 1)
+    free_rows = rows.num_blocks - rows.num_protected
+    return batch * (free_rows * chosen + heads * rows.num_protected * columns.num_blocks)
+
+
 def density(method: Method, q_spec: LayoutSpec, k_spec: LayoutSpec) -> float:
     """The share of blocks that will be kept, 0 to 1, as far as numbers say; the mean of the heads.
 

@@ -391,6 +391,7 @@ def _keep_best(
         several, 1 if several is None else len(several), columns - protected if free_only else columns, protected,
         rows, columns,
         WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=1,
+        budget="number" if several is None else None,
     )  # fmt: skip
 
 
