@@ -356,7 +356,12 @@ def loops_of_products(code: list[str]) -> list[list[str]]:
     # the loop over rows is around them
     loops = [(start, end) for start, end in loops if not any(start < inner < end for inner, _ in loops)]
     found = [code[start : end + 1] for start, end in loops]
-    return [loop for loop in found if sum("gsb0, 0x1" in line for line in loop) == 1]
+    return [loop for loop in found if sum(_waits_for_logits(line) for line in loop) == 1]
+
+
+def _waits_for_logits(line: str) -> bool:
+    """All products are done but the last, P V, or the last two, if rows of P are summed so, too."""
+    return "gsb0, 0x1" in line or "gsb0, 0x2" in line
 
 
 def first_loop(code: list[str]) -> list[str]:
@@ -388,11 +393,13 @@ def overlapped_exponentials(code: list[str]) -> int:
     counts, counting = [], False
     for line in code:
         if "WARPGROUP.DEPBAR" in line:
-            counting = "gsb0, 0x1" in line  # all but the last product are done
+            counting = _waits_for_logits(line)
             if counting:
                 counts.append(0)
         elif counting and "MUFU.EX2" in line:
             counts[-1] += 1
+        elif counting and re.search(r"HFMA2\S*\.RELU", line):  # what fp8 has instead, of two at once
+            counts[-1] += 2
     return min(counts, default=0)
 
 

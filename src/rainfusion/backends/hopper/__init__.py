@@ -33,6 +33,7 @@ TESTED_TRITON = ("3.6.0",)  # Gluon is experimental: other versions may compile 
 PRECISIONS = ("native", "fp8", "int8")
 MAX_HEAD_DIM = 128
 _BLOCK = 128
+_E4M3_LARGEST = 16.0  # of keys: products over all channels are summed in f16, see the kernel
 
 
 def why_not(call: Call, shapes: Shapes) -> str | None:
@@ -67,9 +68,9 @@ def prepare(request: Request) -> Keys:
 
     from rainfusion.backends.triton import quantising
 
-    k_type = torch.int8 if precision == "int8" else torch.float8_e4m3fn
+    k_type, largest = (torch.int8, None) if precision == "int8" else (torch.float8_e4m3fn, _E4M3_LARGEST)
     padded = _padded(request.k.shape[3])
-    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, padded, permuted=True, swizzled=True)
+    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, padded, True, True, largest)
     return quantising.prepare(request, form)
 
 

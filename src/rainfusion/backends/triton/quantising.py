@@ -32,6 +32,7 @@ class Form(NamedTuple):
     padded: int  # head dim
     permuted: bool  # keys of v, see `quantise_kernel`
     swizzled: bool = False  # channels of v, see there
+    k_largest: float | None = None  # what keys reach, if not all that their type does
 
 
 def form(request: Request) -> Form:
@@ -68,6 +69,7 @@ def prepare(request: Request, form: Form) -> Keys:
     blocks, size = layout.num_blocks, layout.block_size
     width = math.ceil(head_dim / _ALIGNED) * _ALIGNED
     pieces = form.tile // size  # blocks to a tile
+    k_largest = form.k_largest or LARGEST[form.k]
     key_bias = None if keep is None else triton.key_bias(layout, keep, request.bias)
     stand_ins, parts = request.method.compensate, triton.pooled_parts(request)
     weights = triton.stand_in_weights(request, key_bias, form.tile) if stand_ins else None
@@ -107,13 +109,13 @@ def prepare(request: Request, form: Form) -> Keys:
     launch(
         quantise.channels_kernel, batch * heads,
         sums, numbers, largest, bounds, k_mean, v_scale, k_scale, groups,
-        D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=LARGEST[form.k], V_LARGEST=LARGEST.get(form.v),
+        D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=k_largest, V_LARGEST=LARGEST.get(form.v),
         num_warps=8,
     )  # fmt: skip
     found = (k_mean, v_scale, k_out, v_out, k_scale)
     apart = pieces == 1 or form.k != torch.int8  # else values show what is not finite in keys
     total = dict(
-        ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, KEYS=size, LARGEST=LARGEST[form.k], PERMUTED=form.permuted,
+        ALL=blocks + spare, WIDTH=width, BLOCK=form.tile, KEYS=size, LARGEST=k_largest, PERMUTED=form.permuted,
         SWIZZLED=form.swizzled, APART=apart, num_warps=4 * triton.row_warps(k),
     )  # fmt: skip
     sides = 2 if apart else 1

@@ -26,7 +26,15 @@ Q rows are gathered, and out rows scattered, through `order`, by the consumers t
 work on this one, out from their registers.
 Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys, or
 per head where blocks are finer: a scale for each part of a tile costs 14% more instructions in the loop. V per channel,
-its blocks transposed, their keys permuted so that P's registers are already what wgmma reads.
+its blocks transposed, their keys permuted so that P's registers are already what wgmma reads. Rows of P are summed by
+the tensor cores, times a tile of ones: as it is rounded, and for no instruction.
+
+In e4m3 the softmax would take twice as long as the products, so it is done on pairs of f16, without exponentials:
+
+- S is f16. q and k reach 16 rather than 448, where e4m3 is as fine, so that S stays below 128 * 16 * 16.
+- Bits of e4m3 grow by 8 for every power of two: 8 log2 P, rounded to an integer, is P, 1 + f in the place of 2^f. That
+  is as much as 6% too large, and 4% on average, which the row's sum has, too: the rest adds a fifth to P's rounding.
+- What is subtracted is a multiple of 1/2 that f16 holds: not less than the largest logit, and it seldom moves.
 """
 
 from triton.experimental import gluon
@@ -46,10 +54,31 @@ _TO_E4M3: gl.constexpr = gl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
     "mov.b32 $0, {lo, hi}; }"
 )
+_TO_BYTES: gl.constexpr = gl.constexpr(" ".join(f"prmt.b32 ${i}, ${i + 4}, ${i + 8}, 0x6420;" for i in range(4)))
+# $1 * $2 - 120, or a little more: a number that f16 holds, then a multiple of 4
+_ROUND_UP: gl.constexpr = gl.constexpr(
+    "{ .reg .f32 x, y; fma.rn.f32 x, $1, $2, 0fC2F00000; mul.f32 y, x, 0f3F802000; max.f32 x, x, y; "
+    "and.b32 x, x, 0xFFFFE000; add.rp.f32 x, x, 0f4C400000; sub.f32 $0, x, 0f4C400000; }"
+)
+_LINE: gl.constexpr = gl.constexpr(0.0575)  # log2 of the mean of (1 + f) / 2^f
 # 1.5 * 2^23: added to an integer's bits it makes the float of that integer, 1.5 * 2^23 too large
 _INT_BITS: gl.constexpr = gl.constexpr(0x4B400000)
 _INT_FLOAT: gl.constexpr = gl.constexpr(12582912.0)
 _SLOTS: gl.constexpr = gl.constexpr(4)  # for numbers of rows on their way from the producer to the consumers
+
+
+def _scaled_unless_never() -> str:
+    """32 pairs of f16, $32 on, times $64 on, plus $80 on, or 0 if that is less, and NaN if it is NaN.
+
+    A branch, never taken, keeps them where they stand: where it is asked for the compiler would move them behind the
+    wait for P V.
+    """
+    copies = " ".join(f"mov.b32 ${i}, ${i + 32};" for i in range(32))
+    lines = " ".join(f"fma.rn.relu.f16x2 ${i}, ${i}, ${64 + i % 16}, ${80 + i % 16};" for i in range(32))
+    return (
+        "{ .reg .pred never, any; setp.eq.b32 never, $64, 0xFFFFFFFF; vote.sync.any.pred any, never, 0xffffffff; "
+        f"{copies} @any bra DONE; {lines} DONE: }}"
+    )
 
 
 def _rescale_unless_one() -> str:
@@ -66,6 +95,8 @@ def _rescale_unless_one() -> str:
 
 
 _RESCALE: gl.constexpr = gl.constexpr(_rescale_unless_one())
+_SCALE: gl.constexpr = gl.constexpr(_scaled_unless_never())
+_SCALE_REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 64))
 _RESCALE_REGISTERS: gl.constexpr = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
 
 
@@ -89,6 +120,104 @@ def _row_max(s, LAYOUT: gl.constexpr):
     t = gl.max(t, 2)
     t = gl.max(t, 1)
     return gl.convert_layout(gl.max(t, 1), LAYOUT)
+
+
+@gluon.jit
+def _pairs(s, PACK: gl.constexpr, TYPES: gl.constexpr, LAYOUT: gl.constexpr):
+    """[M, N] -> neighbours as f16 in a register, two of int32 [M, N / 16, 4]: 16 g + 2 c, and 16 g + 8 + 2 c."""
+    t = s.reshape([s.shape[0], s.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    x, y = gl.split(t)
+    x, y = gl.split(gl.inline_asm_elementwise(PACK, TYPES, [x, y], dtype=gl.int32, is_pure=True, pack=1))
+    return gl.convert_layout(x, LAYOUT), gl.convert_layout(y, LAYOUT)
+
+
+@gluon.jit
+def _twice(x, LAYOUT: gl.constexpr):
+    """fp32 [M] as f16, twice in a register, for the pairs of its row."""
+    t = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+    t = gl.convert_layout(t, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    return t[:, None, None] + gl.zeros([x.shape[0], 8, 4], gl.int32, LAYOUT)
+
+
+@gluon.jit
+def _on_pairs(INSTRUCTION: gl.constexpr, x, y, z):
+    return gl.inline_asm_elementwise(INSTRUCTION, "=r,r,r,r", [x, y, z], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _max_of_pairs(x, y):
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _row_max_of_pairs(x, y, LAYOUT: gl.constexpr):
+    t = _max_of_pairs(x, y).reshape([x.shape[0], 2, 2, 2, 4])
+    t = gl.reduce(t, 3, _max_of_pairs)
+    t = gl.reduce(t, 2, _max_of_pairs)
+    t = gl.reduce(t, 1, _max_of_pairs)
+    t = gl.reduce(t, 1, _max_of_pairs)
+    t = gl.inline_asm_elementwise(
+        "{ .reg .b16 x, y; mov.b32 {x, y}, $1; max.f16 x, x, y; cvt.f32.f16 $0, x; }", "=f,r", [t],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.convert_layout(t, LAYOUT)
+
+
+@gluon.jit
+def _rounded(x):
+    """Pairs of f16 from 0 to 127 -> integers, in the low bytes of both; NaN has those of NaN in e4m3."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 x; mov.b32 x, 0x64006400; add.rn.f16x2 $0, $1, x; }", "=r,r", [x],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _e4m3_softmax(s, c, own, m, KEPT: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """f16 [M, N], its factor, what is then added to its columns or None, and the maxima so far, in units of log2.
+
+    KEPT: see `_scaled_unless_never`.
+    -> the bits of P as `_pairs` would have it, maxima, and what they scale earlier sums by.
+    """
+    x, y = _pairs(s, "mov.b32 $0, {$1, $2};", "=r,h,h", LAYOUT)
+    c = (c * 8.0).to(gl.float16).to(gl.float32)
+    if own is not None:
+        own = (own * 8.0)[None, :] + gl.zeros_like(s).to(gl.float32)
+        x_own, y_own = _pairs(own, "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", LAYOUT)
+        factor = _twice(c, LAYOUT)
+        x = _on_pairs("fma.rn.f16x2 $0, $1, $2, $3;", x, factor, x_own)
+        y = _on_pairs("fma.rn.f16x2 $0, $1, $2, $3;", y, factor, y_own)
+        c = gl.zeros_like(c) + 1.0
+    largest = _row_max_of_pairs(x, y, ROWS)
+    largest = gl.inline_asm_elementwise(_ROUND_UP, "=f,f,f", [largest, c], dtype=gl.float32, is_pure=True, pack=1)
+    m_new = gl.maximum(m, largest * 0.125 + 15.0)
+    base = m_new
+    if own is not None:
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far: 0 rather than NaN
+    factor = _twice(c, LAYOUT)
+    start = 120.0 - base * 8.0  # of the bits of 2^8
+    start = _twice(gl.where(start < -65504.0, float("nan"), start), LAYOUT)  # what f16 cannot hold shows
+    if KEPT:
+        x, y = gl.inline_asm_elementwise(
+            _SCALE, _SCALE_REGISTERS, [x, y, factor, start], dtype=(gl.int32, gl.int32), is_pure=True, pack=16
+        )
+    else:
+        x = _on_pairs("fma.rn.relu.f16x2 $0, $1, $2, $3;", x, factor, start)
+        y = _on_pairs("fma.rn.relu.f16x2 $0, $1, $2, $3;", y, factor, start)
+    return _rounded(x), _rounded(y), m_new, _exp2(m - base)
+
+
+@gluon.jit
+def _weights_of_bits(x, y, LAYOUT: gl.constexpr):
+    """P as the left operand of P V: keys 16 g + 8 h + 2 c + e at 16 g + 4 c + 2 h + e, as `_weights` has them."""
+    # of a lane's four registers the k-th is that of the k-th result, whose four bytes are where the registers were
+    t_0, t_1, t_2, t_3 = gl.inline_asm_elementwise(
+        _TO_BYTES, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x, y],
+        dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4,
+    )  # fmt: skip
+    t = gl.join(gl.join(t_0, t_2), gl.join(t_1, t_3))  # g / 4 and byte, c, upper and lower bit of k
+    t = t.reshape([x.shape[0], x.shape[1] // 4, 4, 4, 2, 2]).permute((0, 1, 4, 5, 3, 2))
+    return gl.convert_layout(t.reshape([x.shape[0], x.shape[1] * 16]), LAYOUT)
 
 
 @gluon.jit
@@ -266,7 +395,7 @@ def _copy_tiles(
 @gluon.jit
 def _quantised_q(x, TYPE: gl.constexpr, QUANT: gl.constexpr):
     """-> x / scale in TYPE, and the scale of each row. A NaN or infinity makes the scale NaN, and so shows."""
-    LARGEST: gl.constexpr = 127.0 if QUANT == 2 else 448.0
+    LARGEST: gl.constexpr = 127.0 if QUANT == 2 else 16.0
     scale = gl.maximum(gl.max(gl.abs(x), 1), 1e-30) / LARGEST + gl.sum(x * 0.0, 1)
     x = x / scale[:, None]
     if QUANT == 2:
@@ -279,6 +408,8 @@ def _logits_start(M: gl.constexpr, N: gl.constexpr, QUANT: gl.constexpr, LAYOUT:
     """What Q K^T is added to. For integers a number that makes their bits those of a float: no conversion needed."""
     if QUANT == 2:
         return gl.full([M, N], _INT_BITS, gl.int32, LAYOUT)
+    elif QUANT == 1:
+        return gl.zeros([M, N], gl.float16, LAYOUT)
     else:
         return gl.zeros([M, N], gl.float32, LAYOUT)
 
@@ -296,10 +427,8 @@ def _logits(s, c, QUANT: gl.constexpr):
     """In units of log2. c: their factor, one for all rows, or one a row if quantised."""
     if QUANT == 0:
         return s * c
-    elif QUANT == 2:
-        return s * c[:, None] - (c * _INT_FLOAT)[:, None]
     else:
-        return s * c[:, None]
+        return s * c[:, None] - (c * _INT_FLOAT)[:, None]
 
 
 @gluon.jit
@@ -316,10 +445,8 @@ def _powers(s, c, m, SHIFT: gl.constexpr, QUANT: gl.constexpr):
     """exp2(_logits(s, c) - m + SHIFT): one multiply-add before the exponential."""
     if QUANT == 0:
         return _exp2(s * c - m[:, None])
-    elif QUANT == 2:
-        return _exp2(s * c[:, None] - (m + (c * _INT_FLOAT - SHIFT))[:, None])
     else:
-        return _exp2(s * c[:, None] - (m - SHIFT)[:, None])
+        return _exp2(s * c[:, None] - (m + (c * _INT_FLOAT - SHIFT))[:, None])
 
 
 @gluon.jit
@@ -335,20 +462,13 @@ def _rescaled(acc, alpha, QUANT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(p, QUANT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P as the left operand of P V."""
-    if QUANT != 0:
-        # keys 16 g + 8 h + 2 c + e -> 16 g + 4 c + 2 h + e: a lane's four values are then neighbours, as wgmma wants
-        p = (
-            p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2])
-            .permute((0, 1, 3, 2, 4))
-            .reshape([p.shape[0], p.shape[1]])
-        )
-        p = gl.convert_layout(p, LAYOUT)
-        # four values to a register; `p.to(TYPE)` would take them apart again
-        return gl.inline_asm_elementwise(_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
-    else:
-        return gl.convert_layout(p.to(TYPE), LAYOUT)
+def _weights(p, LAYOUT: gl.constexpr):
+    """P in e4m3 as the left operand of P V."""
+    # keys 16 g + 8 h + 2 c + e -> 16 g + 4 c + 2 h + e: a lane's four values are then neighbours, as wgmma wants
+    p = p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([p.shape[0], p.shape[1]])
+    p = gl.convert_layout(p, LAYOUT)
+    # four values to a register; `p.to(gl.float8e4nv)` would take them apart again
+    return gl.inline_asm_elementwise(_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -410,7 +530,7 @@ def _consumer(
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, WG: gl.constexpr, QUANT: gl.constexpr,
     NEGATE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    s_raw, s_q, s_k, s_v = buffers
+    s_raw, s_q, s_k, s_v, s_ones = buffers
     s_turn, told, heard = hints
     k_full, v_full, empty = barriers
     M: gl.constexpr = 64
@@ -420,6 +540,16 @@ def _consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K_STEP])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, K_STEP])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, K_STEP // 8)
+    L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, K_STEP])
+    PL_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, L_LAYOUT, K_STEP // 8)
+    # of pairs, [M, N / 16, 4]: a lane's neighbours are those of one row
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [8, 0, 0]],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [M, N // 16, 4],
+    )
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -435,7 +565,8 @@ def _consumer(
     O_TYPE: gl.constexpr = out.dtype.element_ty
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     UNIT: gl.constexpr = 8  # elements that strides count
-    SHIFT: gl.constexpr = 8.0 if QUANT != 0 else 0.0  # quantised P is in 0 ... 2^8, where e4m3 has its range
+    # quantised P is in 0 ... 2^8, where e4m3 has its range
+    SHIFT: gl.constexpr = 8.0 + _LINE if QUANT == 1 else 8.0 if QUANT == 2 else 0.0
     HAS_BIAS: gl.constexpr = bias is not None
     STAND_INS: gl.constexpr = stand_ins is not None
     FINE: gl.constexpr = KEYS < 128
@@ -538,13 +669,19 @@ def _consumer(
             s = _as_floats(warpgroup_mma_wait(0, deps=[s_token]), QUANT)
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _advance(stage, phase, NS)
-            s = _logits(s, c, QUANT) + own[None, :]
-            m = _row_max(s, ROWS)
-            base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
-            p = _exp2(s - (base - SHIFT)[:, None])
-            l = _lane_sums(p)
+            if QUANT == 1:
+                none = gl.full([M], float("-inf"), gl.float32, ROWS)
+                even, odd, m, alpha = _e4m3_softmax(s, c, own, none, False, PAIRS, ROWS)
+            else:
+                s = _logits(s, c, QUANT) + own[None, :]
+                m = _row_max(s, ROWS)
+                base = gl.where(m == float("-inf"), 0.0, m)  # no key so far: exp2(-inf) rather than NaN
+                p = _exp2(s - (base - SHIFT)[:, None])
             if QUANT == 0:
+                l = _lane_sums(p)
                 p = _packed(p, V_TYPE)
+            else:
+                l = gl.zeros([M, 8], gl.float32, L_LAYOUT)
             acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
             v_stage = stage
             v_phase = phase
@@ -554,16 +691,20 @@ def _consumer(
                 begin = ahead + 1 if STAND_INS and part == 1 else 1
                 end = n if part == 1 else gl.minimum(ahead + 1, n)
                 for j in range(begin, end):
-                    if QUANT != 0:
-                        b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-                    else:
+                    if QUANT == 0:
                         b_p = _unpacked(p, V_TYPE, P_LAYOUT)
+                    elif QUANT == 1:
+                        b_p = _weights_of_bits(even, odd, P_LAYOUT)
+                    else:
+                        b_p = _weights(p, P_LAYOUT)
                     gl.thread_barrier()  # one is needed since the last release: here it costs least
                     start = _logits_start(M, N, QUANT, S_LAYOUT)
                     b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
                     s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
                     mbarrier.wait(v_full.index(v_stage), v_phase)
                     acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
+                    if QUANT != 0:
+                        l_token = warpgroup_mma(gl.convert_layout(b_p, PL_LAYOUT), s_ones, l, is_async=True)
                     if QUANT != 0 and not FINE:
                         c = scale * k_sc
                     if HAS_BIAS and not FINE:
@@ -576,9 +717,21 @@ def _consumer(
                         if HAS_BIAS:
                             flag = gl.load(p_flags + block)
                         later = _block_at(j + 2, p_index, listed, NK, ALL, STAND_INS)
-                    s = _as_floats(warpgroup_mma_wait(1, deps=[s_token]), QUANT)
+                    s = _as_floats(warpgroup_mma_wait(2 if QUANT != 0 else 1, deps=[s_token]), QUANT)
                     stage, phase = _advance(stage, phase, NS)
-                    if part == 0 or HAS_BIAS:
+                    if QUANT == 1:
+                        if part == 0 or HAS_BIAS:
+                            if part == 0:
+                                here = gl.load(p_stand_ins + j * 128 + o_n).to(gl.float32)
+                            elif FINE:
+                                o_key, m_key = _keys_of_tile(n - 1 - j, o_n, p_list, listed, Sk, KEYS)
+                                here = gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))
+                            else:
+                                here = gl.load(p_here + o_n, mask=(o_n < N) & (has_bias != 0), other=0.0)
+                            even, odd, m_new, alpha = _e4m3_softmax(s, c, here, m, True, PAIRS, ROWS)
+                        else:
+                            even, odd, m_new, alpha = _e4m3_softmax(s, c, None, m, FINE, PAIRS, ROWS)
+                    elif part == 0 or HAS_BIAS:
                         s = _logits(s, c, QUANT)
                         if part == 0:
                             s = s + gl.load(p_stand_ins + j * 128 + o_n).to(gl.float32)[None, :]
@@ -596,25 +749,37 @@ def _consumer(
                         alpha = _exp2(m - m_new)
                         p = _powers(s, c, m_new, SHIFT, QUANT)
                     m = m_new
-                    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
+                    if QUANT == 0:
+                        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
                     mbarrier.wait(k_full.index(stage), phase)
-                    acc = warpgroup_mma_wait(0, deps=[acc_token])
+                    if QUANT == 0:
+                        acc = warpgroup_mma_wait(0, deps=[acc_token])
+                    else:
+                        acc, l = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
                     mbarrier.arrive(empty.index(v_stage), count=1)
                     v_stage, v_phase = _advance(v_stage, v_phase, NS)
                     acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
                     if QUANT == 0:
                         p = _packed(p, V_TYPE)
             # ---- the last P V
-            if QUANT != 0:
-                b_p = _weights(p, QUANT, V_TYPE, P_LAYOUT)
-            else:
+            if QUANT == 0:
                 b_p = _unpacked(p, V_TYPE, P_LAYOUT)
+            elif QUANT == 1:
+                b_p = _weights_of_bits(even, odd, P_LAYOUT)
+            else:
+                b_p = _weights(p, P_LAYOUT)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc_token])
+            if QUANT == 0:
+                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                total = gl.convert_layout(gl.sum(l, 1), ROWS)
+            else:
+                l_token = warpgroup_mma(gl.convert_layout(b_p, PL_LAYOUT), s_ones, l, is_async=True)
+                acc, l = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                total = gl.convert_layout(gl.max(l, 1), ROWS)  # all of its columns are the same
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _advance(stage, phase, NS)
-            total = gl.convert_layout(gl.sum(l, 1), ROWS)
             norm = 1.0 / gl.where(total == 0.0, 1.0, total)
             acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
             if QUANT != 0:
@@ -697,8 +862,14 @@ def hopper_attention_kernel(
             s_v = boxes[1]._reinterpret(K_TYPE, [NS, 128, D], K_TILE)
     if QUANT != 0:  # s_raw: as they came
         s_q = gl.allocate_shared_memory(K_TYPE, [2, 64, D], Q_SHARED)
+        ONES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        ONES_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 128], gl.float8e4nv)
+        # by its bits: ptxas leaves half of the bytes unset where a constant is converted
+        ones = gl.full([8, 128], 0x38, gl.int8, ONES).to(gl.float8e4nv, bitcast=True)
+        s_ones = gl.allocate_shared_memory(gl.float8e4nv, [8, 128], ONES_SHARED, ones).permute((1, 0))
     else:
         s_q = s_raw
+        s_ones = s_raw
     s_turn = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -714,7 +885,7 @@ def hopper_attention_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    buffers = (s_raw, s_q, s_k, s_v)
+    buffers = (s_raw, s_q, s_k, s_v, s_ones)
     barriers = (k_full, v_full, empty)
     V_ROWS: gl.constexpr = D * KEYS // 128 if QUANT != 0 else KEYS  # of a block
     gl.warp_specialize(
