@@ -37,6 +37,7 @@ MOST_BYTES = 256 * 2**20  # between q, k, v and out: calls that need more take l
 MOST_RECORDINGS = 256
 _ALIGNED = 512  # as torch's allocator does
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_ZEROS = {"aten::zeros"}
 _SEEN_ONCE, _FAILED_ONCE, _NEVER = "seen once", "failed once", "never"
 
 _known: dict[Any, Recording | str] = {}  # by kind of plan and how tensors lie in memory
@@ -107,9 +108,11 @@ class Recording:
         values: tuple[list[_Place], list[_Box], list[Any]],
         results: list[_Result],
         size: int,
+        zeros: int,
         kept: list[Tensor],
     ) -> None:
         self._launches, self._results, self._size = launches, results, size
+        self._zeros = zeros  # bytes at the start of the memory between that are 0 at first
         self._places, self._boxes, self._constants = values
         self._kept = kept  # layouts and other tensors that every such call reads
 
@@ -120,6 +123,8 @@ class Recording:
             torch.empty_strided(shape, strides, dtype=dtype, device=on) for shape, strides, dtype in self._results
         ]
         between = torch.empty(self._size, dtype=torch.uint8, device=on)
+        if self._zeros:
+            between[: self._zeros].zero_()
         bases = [x.data_ptr() for x in (*inputs[:3], *results, between)]
         bases.append(budget)
         values: list[Any] = [bases[base] + offset for base, offset in self._places]
@@ -252,6 +257,7 @@ class _Recorder(TorchDispatchMode):
         self._inputs = [x.data_ptr() for x in inputs[:3]]
         self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
         self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
+        self._zeros: set[int] = set()  # of these, the ones that are 0 at first
         self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any], str | None]] = []
         self._other: str | None = None  # what cannot be repeated
         self._bytes = 0
@@ -269,8 +275,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and func.name().partition(".")[0] in _ALLOCATIONS:
+        name = func.name().partition(".")[0]
+        if isinstance(result, Tensor) and name in _ALLOCATIONS | _ZEROS:
             self._keep(result)
+            if name in _ZEROS:
+                self._zeros.add(result.untyped_storage().data_ptr())
         elif not self._is_view(func, args, result):
             self._other = func.name()
         return result
@@ -301,12 +310,13 @@ class _Recorder(TorchDispatchMode):
         at_results = [x.untyped_storage().data_ptr() for x in results]
         sizes = {at: x.untyped_storage().nbytes() for at, x in self._allocated.items() if at not in at_results}
         whole = all(at in self._allocated and x.data_ptr() == at for at, x in zip(at_results, results, strict=True))
-        if self._other or not whole or sum(sizes.values()) > MOST_BYTES:
+        if self._other or not whole or sum(sizes.values()) > MOST_BYTES or not self._zeros <= sizes.keys():
             return None
-        offsets, size = {}, 0
-        for at, nbytes in sizes.items():
+        offsets, size, zeros = {}, 0, 0
+        for at in sorted(sizes, key=lambda at: at not in self._zeros):
             offsets[at] = size
-            size += -(-nbytes // _ALIGNED) * _ALIGNED
+            size += -(-sizes[at] // _ALIGNED) * _ALIGNED
+            zeros = size if at in self._zeros else zeros
         kept: list[Tensor] = []
         places: dict[_Place, int] = {}
         boxes: list[_Box] = []
@@ -356,4 +366,4 @@ class _Recorder(TorchDispatchMode):
         forms = [_Result(tuple(x.shape), x.stride(), x.dtype) for x in results]
         if self._other:
             return None
-        return Recording(launches, (list(places), boxes, constants), forms, size, kept)
+        return Recording(launches, (list(places), boxes, constants), forms, size, zeros, kept)

@@ -171,6 +171,25 @@ def test_another_budget_is_the_same_call_with_another_number():
     assert kernel.runs == [5, 5]
 
 
+def test_memory_that_is_zero_at_first_is_zero_every_time():
+    """A counter, which a kernel counts up."""
+    kernel, plan = Kernel(), Plan()
+    for _ in range(5):
+        inputs = tensors(1, 1, 4, 4)
+        found = replaying._known.get(replaying._key(inputs, plan))
+        if isinstance(found, replaying.Recording):
+            (out,) = found.run(inputs, None)
+        else:
+            with replaying.recorded(inputs, plan) as finish:
+                between, counter, out = torch.empty(100), torch.zeros(16), torch.empty_like(inputs.q)
+                launch(kernel, 1, inputs.q, counter, between, factor=1.0, N=16)
+                launch(kernel, 2, between, counter, counter, factor=1.0, N=16)
+                launch(kernel, 3, counter, inputs.k, out, factor=1.0, N=16)
+                finish(out, None, None)
+        torch.testing.assert_close(out, inputs.q + inputs.k)
+    assert kernel.runs == [1, 2, 3] * 3
+
+
 def test_views_are():
     kernel, plan = Kernel(), Plan()
     for _ in range(4):
