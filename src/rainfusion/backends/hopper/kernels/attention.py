@@ -221,6 +221,18 @@ def _weights_of_bits(x, y, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _row_sums(b_p, s_ones, LAYOUT: gl.constexpr):
+    """Of one tile of quantised P, [M, 8], on their way.
+
+    Tiles are added up in registers: tensor cores keep 14 bits of a sum of eight-bit products, and would lose what is
+    small beside the sum so far.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    nothing = gl.zeros([b_p.shape[0], 8], gl.float32, LAYOUT)
+    return warpgroup_mma(gl.convert_layout(b_p, OPERAND), s_ones, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _lane_sums(p):
     # [M, 4]: each lane's own columns
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -541,7 +553,6 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, K_STEP])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, K_STEP // 8)
     L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, K_STEP])
-    PL_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, L_LAYOUT, K_STEP // 8)
     # of pairs, [M, N / 16, 4]: a lane's neighbours are those of one row
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 4, 0], [8, 0, 0]],
@@ -704,7 +715,7 @@ def _consumer(
                     mbarrier.wait(v_full.index(v_stage), v_phase)
                     acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
                     if QUANT != 0:
-                        l_token = warpgroup_mma(gl.convert_layout(b_p, PL_LAYOUT), s_ones, l, is_async=True)
+                        l_token = _row_sums(b_p, s_ones, L_LAYOUT)
                     if QUANT != 0 and not FINE:
                         c = scale * k_sc
                     if HAS_BIAS and not FINE:
@@ -755,8 +766,8 @@ def _consumer(
                     if QUANT == 0:
                         acc = warpgroup_mma_wait(0, deps=[acc_token])
                     else:
-                        acc, l = warpgroup_mma_wait(0, deps=[acc_token, l_token])
-                        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
+                        acc, sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                        l = (l + sums) * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
                     mbarrier.arrive(empty.index(v_stage), count=1)
                     v_stage, v_phase = _advance(v_stage, v_phase, NS)
                     acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
@@ -775,9 +786,9 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=[acc_token])
                 total = gl.convert_layout(gl.sum(l, 1), ROWS)
             else:
-                l_token = warpgroup_mma(gl.convert_layout(b_p, PL_LAYOUT), s_ones, l, is_async=True)
-                acc, l = warpgroup_mma_wait(0, deps=[acc_token, l_token])
-                total = gl.convert_layout(gl.max(l, 1), ROWS)  # all of its columns are the same
+                l_token = _row_sums(b_p, s_ones, L_LAYOUT)
+                acc, sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                total = gl.convert_layout(gl.max(l + sums, 1), ROWS)  # all of its columns are the same
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _advance(stage, phase, NS)
             norm = 1.0 / gl.where(total == 0.0, 1.0, total)
