@@ -23,8 +23,11 @@ def test_quantised_errors_are_small(backend, precision, dim, name, kind):
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
-@pytest.mark.parametrize(("q_len", "k_len"), [(1000, 4200), (4200, 1000), (129, 257), (200, 1000), (4200, 4097)])
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(1000, 4200), (4200, 1000), (129, 257), (200, 1000), (4200, 4097), (200, 60000)]
+)
 def test_quantised_lengths(backend, precision, q_len, k_len):
+    """Long rows, too: tensor cores keep few bits of a sum of eight-bit products."""
     check_quantised(backend, precision, *gpu.qkv(q_len, k_len, batch=1), **RF_V2, most=MOST[precision])
 
 
