@@ -59,7 +59,8 @@ ADA_BSA = [
     dict(sparsity=0.2, cdf_threshold=0.8, is_causal=True, keep_sink=False),
 ]
 
-# Relative L2 error on normal random data. The same rounding done in fp32 gives 0.047 to 0.054 and 0.033 to 0.039.
+# Relative L2 error on normal random data. The same rounding done in fp32 gives 0.047 to 0.054 and 0.033 to 0.039;
+# `hopper` takes powers of two by the bits of e4m3, which makes 0.056 of 0.053.
 MOST = {"fp8": 0.06, "int8": 0.042}
 
 
