@@ -140,6 +140,18 @@ def _careful(b_s, scale, live, o_n, end, DIM: tl.constexpr):
 
 
 @triton.jit
+def _below_largest(b_s, b_base):
+    """b_s - b_base; of logits so large that their rounding decides, as good as the largest is the largest.
+
+    A product that is transposed may add up its channels in another order. Where logits are 1e9 a last bit of them is
+    the difference between all of the mass and none.
+    """
+    b_s = b_s - b_base
+    rounding = tl.maximum(tl.abs(b_base) * 2.0**-16 - 1.0, 0.0)  # 0 up to 65536
+    return tl.where(tl.abs(b_s) <= rounding, 0.0, b_s)
+
+
+@triton.jit
 def _part_normaliser(
     b_q, p_k, live, b_m, b_l, begin, end, last, scale, D: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,7 +220,8 @@ def part_mass_kernel(
             b_k = _part_means(p_k, o_n, o_d, parts_k, D, careful == 1)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
             if careful == 1:
-                b_s = _careful(b_s, scale_log2, p_live, o_n, parts_k, 0) - b_base[None, :] - b_log[None, :]
+                b_s = _careful(b_s, scale_log2, p_live, o_n, parts_k, 0)
+                b_s = _below_largest(b_s, b_base[None, :]) - b_log[None, :]
             else:
                 b_s = tl.fma(b_s, scale_log2, -(b_base + b_log)[None, :])
             b_p = _near_sums(tl.math.exp2(b_s), K_PARTS)
