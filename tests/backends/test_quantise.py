@@ -32,7 +32,7 @@ def finer(request):
 
 def inputs(layout, dim=DIM):
     k = 3 + torch.randn(2, HEADS, layout.seq_len, dim)  # a mean that all keys share
-    v = torch.randn(2, HEADS, layout.seq_len, dim) * torch.logspace(-3, 3, dim)  # channels of every size
+    v = (2 + torch.randn(2, HEADS, layout.seq_len, dim)) * torch.logspace(-3, 3, dim)  # channels of every size
     return k.half().to(DEVICE), v.to(torch.float16).to(DEVICE)
 
 
@@ -66,7 +66,16 @@ def values_in_order(keys, dim):
     shared[..., swizzled(byte, 128)] = given
     v = shared[..., swizzled(byte, size)].unflatten(-1, (padded, size))[..., :dim, :]
     v = v.unflatten(-1, (size // 16, 4, 2, 2)).transpose(-2, -3).flatten(-4)
-    return v.mT * keys.scales.v[:, :, None, None, :]
+    return v.mT * value_scale(keys)[:, :, None]
+
+
+def value_scale(keys):
+    """[B, H, 1, D]; and what was taken from values."""
+    return keys.scales.v[:, :, :1]
+
+
+def value_mean(keys):
+    return keys.scales.v[:, :, 1:]
 
 
 def assert_e4m3(rounded, exact, scale):
@@ -92,7 +101,8 @@ def test_keys_and_values_come_back(layout, precision, dim):
         assert ((back - smoothed).abs() <= 0.501 * scale).all()
     else:
         assert_e4m3(back, smoothed, scale)
-    assert_e4m3(values_in_order(keys, dim), in_blocks(v, layout), keys.scales.v[:, :, None, None, :])
+    smoothed = in_blocks(v, layout) - value_mean(keys)[:, :, None] * real
+    assert_e4m3(values_in_order(keys, dim), smoothed, value_scale(keys)[:, :, None])
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -110,11 +120,11 @@ def test_means_that_stand_in_for_blocks_follow_the_last_one(layout, precision, m
     for x, ours in ((k, keys.k.float().unflatten(2, (-1, size)) * keys.scales.k[..., None, None]),
                     (v, values_in_order(keys, DIM))):  # fmt: skip
         exact = block_means(x.cpu(), layout.to("cpu"), None if keep is None else keep.cpu()).to(DEVICE)
-        smoothing = keys.scales.k_mean[:, :, None] if x is k else 0.0
+        smoothing = keys.scales.k_mean[:, :, None] if x is k else value_mean(keys)
         assert ours.shape[2] == blocks + 128 // size
         ours = ours[:, :, blocks:].flatten(2, 3)
         back = ours[:, :, :blocks]
-        scale = keys.scales.k[:, :, -1, None, None] if x is k else keys.scales.v[:, :, None]
+        scale = keys.scales.k[:, :, -1, None, None] if x is k else value_scale(keys)
         if x is k and precision == "int8":
             assert ((back - (exact - smoothing) * live).abs() <= 0.51 * scale).all()
         else:
@@ -154,10 +164,13 @@ def test_a_block_without_keys_does_not_take_the_range_of_the_means(precision):
     assert (ours - exact)[:, :, live].norm() < 0.1 * exact[:, :, live].norm()
 
 
-def test_the_mean_is_taken_away_and_the_range_is_used(layout):
+def test_means_are_taken_away_and_the_range_is_used(layout):
     k, v = inputs(layout)
     keys = prepared(k, v, layout, None)
     torch.testing.assert_close(keys.scales.k_mean, k.float().mean(2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(value_mean(keys), v.float().mean(2, keepdim=True), atol=1e-5, rtol=1e-5)
+    most = v.float().abs().amax(2, keepdim=True) + value_mean(keys).abs()  # a little more than what is left
+    torch.testing.assert_close(value_scale(keys), most / 448, atol=0, rtol=1e-5)
     scaled = layout.block_size if layout.block_size == 128 else keys.k.shape[2]  # together
     assert keys.k.unflatten(2, (-1, scaled)).abs().amax((-1, -2)).eq(127).all()
     torch.testing.assert_close(keys.means.cpu(), block_means(k.cpu(), layout.to("cpu")), atol=1e-5, rtol=1e-5)
@@ -175,6 +188,8 @@ def test_removed_keys_leave_no_trace(layout):
     assert all(torch.equal(a, b) for a, b in zip(clean.scales, dirty.scales, strict=True))
     kept = [k[b][:, keep[b]].float().mean(1) for b in range(2)]
     torch.testing.assert_close(clean.scales.k_mean, torch.stack(kept), atol=1e-5, rtol=1e-5)
+    kept = [v[b][:, keep[b]].float().mean(1) for b in range(2)]
+    torch.testing.assert_close(value_mean(clean)[:, :, 0], torch.stack(kept), atol=1e-5, rtol=1e-5)
     assert clean.bias.isneginf().sum() == 2 * (layout.num_blocks * layout.block_size) - keep.sum()
 
 
@@ -187,6 +202,18 @@ def test_what_is_not_a_number_shows(bad):
     expected = torch.zeros(2, HEADS, layout.num_blocks, dtype=torch.bool, device=DEVICE)
     expected[1, 0, 1] = True
     assert torch.equal(keys.scales.k.isnan(), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_is_not_a_number_does_not_spoil_the_mean(layout, bad):
+    """Which is that of its channel alone."""
+    k, v = inputs(layout)
+    clean = prepared(k, v, layout, None)
+    v[1, 0, layout.order[70], 3] = bad
+    keys = prepared(k, v, layout, None)
+    expected = value_mean(clean).clone()
+    expected[1, 0, 0, 3] = 0.0
+    assert torch.equal(value_mean(keys), expected)
 
 
 def made_of_nan(x):

@@ -64,12 +64,14 @@ def test_the_hopper_kernel_overlaps_softmax_and_products():
         done.stdout,
     )
     found = [tuple(map(int, numbers)) for numbers in found]
-    variants = [(quant, keys) for quant in range(3) for keys in (128, 128, 32)]  # plain, with stand-ins, finer
+    # plain, with stand-ins, finer, with a key mask and an LSE
+    variants = [(quant, keys) for quant in range(3) for keys in (128, 128, 32, 128)]
     assert [numbers[:2] for numbers in found] == variants, done.stdout + done.stderr
-    assert all(moves <= (0, 16, 16)[quant] and exponentials >= 64 for quant, _, _, moves, exponentials in found)
-    assert all(
-        finer[2] <= plain[2] + 16 * (plain[0] == 1) for plain, _, finer in zip(*[iter(found)] * 3, strict=True)
-    ), done.stdout
+    for plain, stand_ins, finer, masked in zip(*[iter(found)] * 4, strict=True):
+        most = (0, 16, 16)[plain[0]]
+        assert max(plain[3], stand_ins[3], finer[3], masked[3] - 1) <= most, done.stdout
+        assert min(exponentials for *_, exponentials in (plain, stand_ins, finer, masked)) >= 64, done.stdout
+        assert finer[2] <= plain[2] + 16 * (plain[0] == 1), done.stdout
 
 
 @pytest.mark.slow

@@ -122,7 +122,8 @@ def rounded(q, k, v, order_k, block_size, attn_mask, precision):
     def in_blocks(x):
         return F.pad(x[:, :, order_k], (0, 0, 0, padding)).unflatten(2, (-1, k_size))
 
-    mean = k.sum(2) / keep.sum(1).clamp(min=1)[:, None, None]
+    number = keep.sum(1).clamp(min=1)[:, None, None]
+    mean = k.sum(2) / number
     smoothed = (k - mean[:, :, None]).masked_fill(removed, 0.0)
     blocks = in_blocks(smoothed)
     scale = blocks.abs().amax((3, 4) if k_size == q_size else (2, 3, 4), keepdim=True).clamp(min=1e-30) / largest
@@ -131,7 +132,9 @@ def rounded(q, k, v, order_k, block_size, attn_mask, precision):
     k[:, :, order_k] = blocks[:, :, : len(order_k)]
     q = eight_bits(q, q.abs().amax(-1, keepdim=True).clamp(min=1e-30) / largest, precision)
     if rounds_values(precision):
-        v = eight_bits(v, v.abs().amax(2, keepdim=True).clamp(min=1e-30) / LARGEST["fp8"], "fp8")
+        v_mean = (v.sum(2) / number)[:, :, None]
+        scale = (v.abs().amax(2, keepdim=True) + v_mean.abs()).clamp(min=1e-30) / LARGEST["fp8"]
+        v = eight_bits(v - v_mean, scale, "fp8") + v_mean
     return q, k, v, mean
 
 
@@ -239,6 +242,27 @@ def test_what_all_keys_share_does_not_spoil_them(precision):
     q, k, v = qkv(1, 2, 300, 64, dtype=torch.float16)
     k = k + 10 * torch.randn(1, 2, 1, 64).half()
     assert_right(q, k, v, precision=precision, **RF_V2)
+
+
+@pytest.mark.parametrize("name", ["in 64s", "32 keys", "causal", "dense"])
+@pytest.mark.parametrize("mask_kind", [None, "bool"])
+def test_what_all_values_share_does_not_spoil_them(name, mask_kind, precision):
+    """The output differs from it by as much as without: what is lost is measured against that."""
+    kwargs, q_len, k_len = CALLS[name]
+    q, k, v = qkv(2, 2, q_len, 32, k_len=k_len, dtype=torch.float16)
+    attn_mask = key_mask(mask_kind, 2, k_len)
+    shared = 8 * torch.randn(1, 2, 1, 32).half()
+    moved = (v + shared).half()
+    assert_right(q, k, moved, attn_mask, precision=precision, lse_within=0.2, **kwargs)
+    out, lse, mask = attend(q, k, moved, attn_mask, precision=precision, **kwargs)
+    order_q, order_k = orders(q_len, k_len, **kwargs)
+    tokens = oracle.expand(mask.to_dense(), order_q, order_k, mask.block_size)
+    exact, exact_lse = oracle.attention(q, k, moved, tokens, attn_mask, None, kwargs.get("is_causal", False))
+    seen = exact_lse > -math.inf
+    apart = (exact - shared.double())[seen]
+    rounding = torch.finfo(torch.float16).eps * exact[seen].abs().amax() * apart.numel() ** 0.5  # of the output itself
+    assert (out.double() - exact)[seen].norm() <= bound(MOST, precision) * apart.norm() + rounding
+    assert torch.isneginf(lse[~seen]).all()
 
 
 @pytest.mark.parametrize("gain", [1e-3, 100.0])

@@ -71,6 +71,16 @@ def test_a_common_mean_of_the_keys_does_not_spoil_them(backend, precision, kind,
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("k_len", [LENGTH, 60000])
+@pytest.mark.parametrize("shift", ["10 everywhere", "10 by channel"])
+def test_a_common_mean_of_the_values_does_not_spoil_them(backend, precision, k_len, shift):
+    """Sums of products of one sign would lose a tenth and more in long rows; hardly more than the output's own bits."""
+    q, k, v = gpu.qkv(300, k_len, batch=1)
+    v = v + (10 if shift == "10 everywhere" else 10 * gpu.randn(1, 1, 1, 128, seed=9))
+    check_quantised(backend, precision, q, k, v, **RF_V2, most=0.004)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
 @pytest.mark.parametrize("gain", [1e-3, 30.0])
 def test_quantised_values_of_any_size(backend, precision, gain):
     """Scales follow the data: v a thousand times smaller or larger is no less exact."""

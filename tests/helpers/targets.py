@@ -167,6 +167,7 @@ def hopper_calls(everything: bool) -> Iterator[Call]:
         yield Call(torch.bfloat16, 128, dict(video, precision=precision))
         yield Call(torch.bfloat16, 128, dict(video, precision=precision, compensate=True))
         yield Call(torch.bfloat16, 128, dict(video, precision=precision, block_size=(128, 32)))
+        yield Call(torch.bfloat16, 128, dict(video, precision=precision), masked=True, return_lse=True)
         if not everything:
             continue
         for head_dim in (64, 80, 128):

@@ -61,7 +61,7 @@ class Scales(NamedTuple):
     """What turns quantised keys and values back, all fp32."""
 
     k: Tensor  # [B, Hk, blocks], or [B, Hk, 1] for finer ones
-    v: Tensor | None  # [B, Hk, D]; None: values are as they came
+    v: Tensor | None  # [B, Hk, 2, D]: of channels, and their means, which were subtracted; None: of values as they came
     k_mean: Tensor  # [B, Hk, D], which was subtracted from every key
 
 

@@ -1,7 +1,7 @@
 """Keys and values in eight bits, for `triton` and for `hopper`: the passes before a quantised kernel.
 
 k is smoothed by its mean over tokens and has one scale for each block, or for each head where blocks of keys are finer
-than those of queries; v has one for each channel, where it is quantised at all.
+than those of queries; v, where it is quantised at all, is smoothed likewise and has one for each channel.
 """
 
 from __future__ import annotations
@@ -94,21 +94,24 @@ def prepare(request: Request, form: Form) -> Keys:
     number = math.ceil(length / counted)
     each = _together(number)
     groups = math.ceil(number / each)
-    sums, numbers, k_mean = new(groups, head_dim), new(groups), new(head_dim)
-    largest, v_scale = (new(groups, head_dim), new(head_dim)) if form.v in LARGEST else (None, None)
-    bounds = None if pieces == 1 else new(groups, 2, head_dim)
+    numbers, k_sums, k_mean = new(groups), new(groups, head_dim), new(head_dim)
+    k_bounds = None if pieces == 1 else new(groups, 2, head_dim)
+    v_sums = v_largest = v_scale = None
+    if form.v in LARGEST:
+        v_sums, v_largest, v_scale = new(groups, head_dim), new(groups, head_dim), new(2, head_dim)
     k_scale = new(blocks + spare if pieces == 1 else 1)
     k_out = new((blocks + spare) * size, width, dtype=form.k)
     v_shape = k_out.shape[2:] if v_scale is None else ((blocks + spare) * padded, size)
     v_out = new(*v_shape, dtype=form.v)
     launch(
         quantise.statistics_kernel, batch * heads * groups,
-        k, v, layout.order, flags, sums, numbers, largest, bounds, means, v_means, spreads, *strides, number, each,
+        k, v, layout.order, flags, numbers, k_sums, v_sums, v_largest, k_bounds, means, v_means, spreads,
+        *strides, number, each,
         **sizes, **ordered, KEYS=counted, num_warps=warps,
     )  # fmt: skip
     launch(
         quantise.channels_kernel, batch * heads,
-        sums, numbers, largest, bounds, k_mean, v_scale, k_scale, groups,
+        numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, groups,
         D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=k_largest, V_LARGEST=LARGEST.get(form.v),
         num_warps=8,
     )  # fmt: skip

@@ -795,7 +795,11 @@ def _consumer(
             acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
             if QUANT != 0:
                 o_c = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
-                acc = acc * gl.load(v_scale + k_bh * D_REAL + o_c, mask=o_c < D_REAL, other=0.0)[None, :]
+                p_back = v_scale + k_bh * (2 * D_REAL) + o_c
+                acc = acc * gl.load(p_back, mask=o_c < D_REAL, other=0.0)[None, :]
+                v_mean = gl.load(p_back + D_REAL, mask=o_c < D_REAL, other=0.0)
+                some = gl.convert_layout(gl.where(total == 0.0, 0.0, 1.0), O_ROWS)
+                acc = acc + some[:, None] * v_mean[None, :]
             y = gl.convert_layout(acc.to(O_TYPE), OUT)
             if lse is not None:
                 value = m - SHIFT + gl.log2(total)
@@ -843,7 +847,8 @@ def hopper_attention_kernel(
 
     turns int32 [1], 0: how many rows were taken beyond the first of each program.
     k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or if quantised transposed block by block, [B, Hk, ALL * D, KEYS]
-    seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks.
+    seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks; v_scale [B, Hk, 2, D_REAL]: of
+    channels, and their means, which were subtracted.
     stand_ins: the means behind the NK blocks take part in every row, with these biases; else ALL is NK.
     """
     K_TYPE: gl.constexpr = k_desc.dtype

@@ -158,8 +158,8 @@ def attention_kernel(
 
     Quantised, with k_scale: q is quantised here, row by row, to k's type, which reaches LARGEST. k_scale fp32
     [B, Hk, NK + SPARE], or [B, Hk] for blocks of keys finer than those of queries; k_mean fp32 [B, Hk, D] was taken
-    from all keys. With v_scale fp32 [B, Hk, D] v is quantised too, its blocks turned, and so are the weights: see
-    `_turned_rows` and `_added`; for PERMUTED `_weights`.
+    from all keys. With v_scale fp32 [B, Hk, 2, D] v is quantised too, less the means behind its scales, its blocks
+    turned, and so are the weights: see `_turned_rows` and `_added`; for PERMUTED `_weights`.
     """
     QUANTISED: tl.constexpr = k_scale is not None
     K_TYPE: tl.constexpr = k.dtype if DESCRIBED else k.dtype.element_ty
@@ -286,7 +286,10 @@ def attention_kernel(
             b_m, b_l, b_acc = _added(b_s, None, b_v, b_m, b_l, b_acc, SHIFT, PRECISION, INTEGERS, PERMUTED)
     b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     if v_scale is not None:
-        b_out = b_out * tl.load(v_scale + k_bh * D + o_d, mask=o_d < D, other=0.0)[None, :]
+        p_scale = v_scale + k_bh * 2 * D + o_d
+        b_out = b_out * tl.load(p_scale, mask=o_d < D, other=0.0)[None, :]
+        b_mean = tl.load(p_scale + D, mask=o_d < D, other=0.0)
+        b_out += tl.where(b_l == 0.0, 0.0, 1.0)[:, None] * b_mean[None, :]
     p_out = out + (b * out_stride_b + h * out_stride_h) * UNIT
     p_out = p_out + o_token[:, None] * (out_stride_s * UNIT) + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m[:, None] & m_d)

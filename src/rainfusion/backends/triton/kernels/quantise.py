@@ -1,7 +1,9 @@
 """The passes over keys and values for quantised attention: statistics, then eight bits in block order.
 
 k is smoothed by its mean over tokens first: a vector that all keys share moves every logit of a query alike, which the
-softmax does not see, but it would take most of the range of eight bits.
+softmax does not see, but it would take most of the range of eight bits. So are quantised values, whose mean the output
+gets back: tensor cores keep 14 bits of a sum of eight-bit products, and where those of a channel have one sign, a sum
+over thousands of keys loses as much as a quarter.
 """
 
 import triton
@@ -13,16 +15,16 @@ from rainfusion.backends.triton.kernels.blocks import block_spread, tokens_at
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def statistics_kernel(
-    k, v, order, keep, sums, numbers, v_largest, k_bounds, means, v_means, spreads,
+    k, v, order, keep, numbers, k_sums, v_sums, v_largest, k_bounds, means, v_means, spreads,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, EACH,
     UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KEYS: tl.constexpr, HAS_ORDER: tl.constexpr,
     HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Of every EACH blocks of KEYS tokens, G of them in a head, fp32: sums of keys [B, H, G, D], numbers [B, H, G].
+    """Of every EACH blocks of KEYS tokens, G of them in a head, fp32: numbers [B, H, G], sums of keys [B, H, G, D].
 
-    And if asked for: the largest magnitude of v's channels, v_largest [B, H, G, D]; the least and the greatest finite
-    number of k's, k_bounds [B, H, G, 2, D]. And of each block: the mean of its keys, means [B, H, N, D], and of its
-    values, v_means; how far keys are from their mean, spreads fp32 [B, H, N].
+    And if asked for: sums of values, and the largest magnitude of their channels, v_largest [B, H, G, D]; the least and
+    the greatest finite number of k's, k_bounds [B, H, G, 2, D]. And of each block: the mean of its keys, means
+    [B, H, N, D], and of its values, v_means; how far keys are from their mean, spreads fp32 [B, H, N].
     """
     pid = tl.program_id(0).to(tl.int64)
     groups = tl.cdiv(N, EACH)
@@ -32,7 +34,8 @@ def statistics_kernel(
     m_d = o_d < D
     p_k = k + (b * k_stride_b + h * k_stride_h) * UNIT + o_d[None, :]
     p_v = v + (b * v_stride_b + h * v_stride_h) * UNIT + o_d[None, :]
-    b_all = tl.zeros([D_PAD], tl.float32)
+    b_k_all = tl.zeros([D_PAD], tl.float32)
+    b_v_all = tl.zeros([D_PAD], tl.float32)
     b_max = tl.zeros([D_PAD], tl.float32)
     b_least = tl.full([D_PAD], float("inf"), tl.float32)
     b_greatest = tl.full([D_PAD], float("-inf"), tl.float32)
@@ -47,20 +50,22 @@ def statistics_kernel(
         tokens += here
         at = bh * N + block
         number = tl.maximum(here, 1).to(tl.float32)
-        if v_largest is not None:
+        b_sum = tl.sum(b_v, 0)
+        if v_sums is not None:
+            b_v_all += b_sum
             b_max = tl.maximum(b_max, tl.max(tl.abs(b_v), 0))
         if v_means is not None:  # and then values need no registers any more
-            tl.store(v_means + at * D + o_d, (tl.sum(b_v, 0) / number).to(v_means.dtype.element_ty), mask=m_d)
+            tl.store(v_means + at * D + o_d, (b_sum / number).to(v_means.dtype.element_ty), mask=m_d)
         b_sum = tl.sum(b_k, 0)
-        b_all += b_sum
+        b_k_all += b_sum
         if means is not None:
             tl.store(means + at * D + o_d, (b_sum / number).to(means.dtype.element_ty), mask=m_d)
         if spreads is not None:
             tl.store(spreads + at, block_spread(b_k, b_sum / number, m_row, number))
         if k_bounds is not None:
             b_least, b_greatest = tl.minimum(b_least, tl.min(b_k, 0)), tl.maximum(b_greatest, tl.max(b_k, 0))
-    tl.store(sums + pid * D + o_d, b_all, mask=m_d)
     tl.store(numbers + pid, tokens.to(tl.float32))
+    tl.store(k_sums + pid * D + o_d, b_k_all, mask=m_d)
     if k_bounds is not None:
         # NaN is neither the least nor the greatest, but zeros in the place of keys, or an infinity, might be
         if (tokens < (end - begin) * KEYS) | (tl.max(tl.maximum(b_greatest, -b_least), 0) == float("inf")):
@@ -75,24 +80,33 @@ def statistics_kernel(
                 b_greatest = tl.maximum(b_greatest, tl.max(tl.where(m_x, b_k, float("-inf")), 0))
         tl.store(k_bounds + pid * 2 * D + o_d, b_least, mask=m_d)
         tl.store(k_bounds + pid * 2 * D + D + o_d, b_greatest, mask=m_d)
-    if v_largest is not None:
+    if v_sums is not None:
+        tl.store(v_sums + pid * D + o_d, b_v_all, mask=m_d)
         tl.store(v_largest + pid * D + o_d, b_max, mask=m_d)
+
+
+@triton.jit
+def _mean(b_sum, tokens):
+    """0 if it is not finite: it would spoil every token, instead of those that are not."""
+    b_mean = b_sum / tl.maximum(tokens, 1.0)
+    return tl.where(tl.abs(b_mean) < float("inf"), b_mean, 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def channels_kernel(
-    sums, numbers, v_largest, k_bounds, k_mean, v_scale, k_scale, N,
+    numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, N,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, K_LARGEST: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Over the N statistics of a head: fp32 [B, H, D], the mean of its keys, and with v_largest v's scale of channels.
+    """Over the N statistics of a head: the mean of its keys, k_mean fp32 [B, H, D].
 
-    With k_bounds also one scale for all its keys, k_scale fp32 [B, H, 1]. K_LARGEST, V_LARGEST: what the types of
-    quantised keys and values reach.
+    With v_sums the scales of its values' channels, and their means, v_scale fp32 [B, H, 2, D]; with k_bounds one scale
+    for all its keys, k_scale fp32 [B, H, 1]. K_LARGEST, V_LARGEST: what the types of quantised keys and values reach.
     """
     bh = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
-    b_sum = tl.zeros([D_PAD], tl.float32)
+    b_k = tl.zeros([D_PAD], tl.float32)
+    b_v = tl.zeros([D_PAD], tl.float32)
     b_max = tl.zeros([D_PAD], tl.float32)
     b_least = tl.full([D_PAD], float("inf"), tl.float32)
     b_greatest = tl.full([D_PAD], float("-inf"), tl.float32)
@@ -101,22 +115,23 @@ def channels_kernel(
         o_n = first + tl.arange(0, ROWS)
         o_x = (bh * N + o_n)[:, None] * D + o_d[None, :]
         m_x = (o_n < N)[:, None] & m_d[None, :]
-        b_sum += tl.sum(tl.load(sums + o_x, mask=m_x, other=0.0), 0)
         tokens += tl.sum(tl.load(numbers + bh * N + o_n, mask=o_n < N, other=0.0), 0)
-        if v_largest is not None:
+        b_k += tl.sum(tl.load(k_sums + o_x, mask=m_x, other=0.0), 0)
+        if v_sums is not None:
+            b_v += tl.sum(tl.load(v_sums + o_x, mask=m_x, other=0.0), 0)
             b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_x, mask=m_x, other=0.0), 0))
         if k_bounds is not None:
             p_bounds = k_bounds + (bh * N + o_n)[:, None] * 2 * D + o_d[None, :]
             b_least = tl.minimum(b_least, tl.min(tl.load(p_bounds, mask=m_x, other=float("inf")), 0))
             b_greatest = tl.maximum(b_greatest, tl.max(tl.load(p_bounds + D, mask=m_x, other=float("-inf")), 0))
-    # a mean that is not finite would spoil every key, instead of the ones that are not
-    b_mean = b_sum / tl.maximum(tokens, 1.0)
-    b_mean = tl.where(tl.abs(b_mean) < float("inf"), b_mean, 0.0)
-    tl.store(k_mean + bh * D + o_d, b_mean, mask=m_d)
-    if v_largest is not None:
-        tl.store(v_scale + bh * D + o_d, tl.maximum(b_max, 1e-30) / V_LARGEST, mask=m_d)
+    b_k = _mean(b_k, tokens)
+    tl.store(k_mean + bh * D + o_d, b_k, mask=m_d)
+    if v_sums is not None:  # no less than what is left of the largest; how much more does not matter to floats
+        b_v = _mean(b_v, tokens)
+        tl.store(v_scale + bh * 2 * D + o_d, tl.maximum(b_max + tl.abs(b_v), 1e-30) / V_LARGEST, mask=m_d)
+        tl.store(v_scale + bh * 2 * D + D + o_d, b_v, mask=m_d)
     if k_bounds is not None:
-        largest = tl.max(tl.maximum(b_greatest - b_mean, b_mean - b_least), 0)
+        largest = tl.max(tl.maximum(b_greatest - b_k, b_k - b_least), 0)
         tl.store(k_scale + bh, tl.maximum(largest, 1e-30) / K_LARGEST)
 
 
@@ -181,7 +196,10 @@ def _quantise_values(
     m_x = m_row[:, None] & (o_d < D)[None, :]
     b_v = tl.load(p_v + o_token[:, None] * (v_stride_s * UNIT) + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
     if v_scale is not None:
-        b_v = b_v * _inverse(tl.load(v_scale + bh * D + o_d, mask=o_d < D, other=1.0))[None, :]
+        p_scale = v_scale + bh * 2 * D + o_d
+        b_mean = tl.load(p_scale + D, mask=o_d < D, other=0.0)
+        b_v = tl.fma(m_row.to(tl.float32)[:, None], -b_mean[None, :], b_v)  # removed values stay zero
+        b_v = b_v * _inverse(tl.load(p_scale, mask=o_d < D, other=1.0))[None, :]
     if b_nothing is not None:
         b_v = b_v + tl.reshape(tl.broadcast_to(b_nothing[:, None], [PIECES, KEYS]), [BLOCK])[:, None]
     b_v = b_v.to(v_out.dtype.element_ty)
@@ -207,7 +225,8 @@ def quantise_kernel(
 ):  # fmt: skip
     """k -> [B, H, ALL * KEYS, WIDTH], of a type that reaches LARGEST; v -> the same, in its own type.
 
-    With v_scale v is quantised, too -> [B, H, ALL * D_PAD, KEYS], blocks turned: that is how tensor cores want it.
+    With v_scale v is quantised, too, less its means -> [B, H, ALL * D_PAD, KEYS], blocks turned: that is how tensor
+    cores want it.
 
     The N blocks of a head are those from FIRST on of its ALL; a program has BLOCK tokens, one of them or several; with
     APART either their keys or their values, so that more programs run at once. The last ones come first:
