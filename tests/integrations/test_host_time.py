@@ -4,16 +4,19 @@ Kernels are left out here, as `replaying` leaves out what comes before them: eve
 every call of every layer.
 """
 
+import threading
 from collections import Counter
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rainfusion
 from helpers import needs_diffusers
 from rainfusion import BlockMask, Method, checks, ops, pipeline, planning
 from rainfusion.calls import Attended
+from rainfusion.integrations import stats
 from rainfusion.integrations.decider import Decider
 from rainfusion.integrations.scenes import Scene
 from rainfusion.integrations.settings import Settings
@@ -162,6 +165,93 @@ def test_tensors_of_another_kind_are_not_taken_for_those_that_were_seen(change):
         one.attend(0, *qkv(LENGTH), None, pytest.fail)
     one.attend(0, *change(*qkv(LENGTH)), None, lambda: torch.zeros(1))
     assert (one.stats().sparse_calls, one.stats().dense_calls) == (2, 1)
+
+
+def test_a_scale_that_is_refused_is_not_taken_for_one_that_is_equal():
+    """True is no number, 1.0 is one, and Python has them as equal."""
+    for first, second in ((True, 1.0), (1.0, True)):
+        one = decider()
+        for scale in (first, second, first):
+            one.begin(Scene((GRID,)))
+            one.attend(0, *qkv(LENGTH), None, lambda: torch.zeros(1), scale=scale)
+        dense = sum(scale is True for scale in (first, second, first))
+        assert (one.stats().sparse_calls, one.stats().dense_calls) == (3 - dense, dense)
+
+
+def test_a_view_with_the_other_sign_is_what_it_shows():
+    q, k, v = qkv(LENGTH)
+    one = decider()
+    results = []
+    for tensors in ((q, k, v), (-q, k, v), (torch._neg_view(q), k, v)):
+        one.begin(Scene((GRID,)))
+        results.append(one.attend(0, *tensors, None, pytest.fail))
+    assert torch.equal(results[2], results[1])
+    assert not torch.equal(results[2], results[0])
+
+
+def counts(value, rows=8):
+    return torch.full((1, 2, rows), value, dtype=torch.int32)
+
+
+def test_counts_of_several_devices_are_summed_each_on_its_own(monkeypatch):
+    """A model that is split: the steps of a schedule have calls of all of its layers."""
+    monkeypatch.setattr(stats, "_stream", lambda device: 7)
+    monkeypatch.setattr(stats, "is_capturing", lambda device: False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tally = stats.Tally(2)
+        for _ in range(40):
+            for layer in (0, 1):
+                tally.sparse(layer, "a grid", torch.ones(1, 2, 8, dtype=torch.int32, device=f"cuda:{layer}"), 16, 0)
+        whole = stats.Tally.side_by_side([tally, tally])
+    found = whole.steps[0].counted
+    assert {str(device) for device, _ in found} == {"cuda:0", "cuda:1"}
+    assert all(counted.found.device == device for (device, _), counted in found.items())
+
+
+def test_a_stream_sums_its_own_counts(monkeypatch):
+    current = [1]
+    monkeypatch.setattr(stats, "_stream", lambda device: current[0])
+    entry = stats.LayerTally()
+    for call in range(60):
+        current[0] = 1 + call % 2
+        entry.sparse(counts(current[0]), 16 * 2)
+    assert {stream: int(counted.found) for (_, stream), counted in entry.counted.items()} == {1: 16 * 16, 2: 16 * 32}
+    assert entry.density() == pytest.approx(60 * 16 * 1.5 / (60 * 32))
+
+
+def test_what_a_graph_sums_is_read_from_the_graph(monkeypatch):
+    """A replay makes it anew, and it reads nothing that is given up."""
+    entry = stats.LayerTally()
+    for _ in range(20):
+        entry.sparse(counts(1), 32)
+    monkeypatch.setattr(stats, "is_capturing", lambda device: True)
+    for _ in range(20):
+        entry.sparse(counts(1), 32)
+    sums = entry.counted[torch.device("cpu"), -1].waiting
+    assert len(sums) == 20
+    for one in sums:
+        one.fill_(32)  # as a replay with other data does
+    assert entry.density() == pytest.approx((20 * 16 + 20 * 32) / (40 * 32))
+
+
+def test_counts_may_be_read_while_a_model_runs():
+    """By another thread, as often as it likes: nothing is lost, and what it reads is of one moment."""
+    tally, done, wrong = stats.Tally(1), threading.Event(), []
+
+    def read():
+        while not done.is_set():
+            found = stats.Stats.of({"": (["a"], tally)})
+            wrong.extend(share for share in (found.density["a"], found.steps.get(0)) if share not in (None, 1.0))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    every = counts(2)
+    for _ in range(20000):
+        tally.sparse(0, "a grid", every, 32, step=0)
+    done.set()
+    reader.join()
+    assert not wrong
+    assert tally.layers[0].density() == tally.steps[0].density() == 1.0
 
 
 def test_a_layer_of_diffusers_moves_axes_and_no_more(derived):

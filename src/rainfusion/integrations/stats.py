@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,57 +14,95 @@ from rainfusion.graphs import is_capturing
 from rainfusion.table import table
 
 _MOST_WAITING, _MOST_ROWS = 16, 2**14  # calls whose blocks are summed at once, and rows of blocks that they have
+_OF_GRAPHS = -1  # no stream
+
+_Source = tuple[torch.device, int]  # where counts are made, and by which stream
+
+
+class _Counted(NamedTuple):
+    """Blocks of some calls. Replaced and never changed: who reads it while a model runs reads one moment of it."""
+
+    blocks: int = 0
+    kept: int = 0  # as far as that was known beforehand
+    found: Tensor | None = None  # the others, summed
+    waiting: tuple[Tensor, ...] = ()  # counts that are still to be summed
+    rows: int = 0  # how many of them
+
+    def summed(self) -> _Counted:
+        if not self.waiting:
+            return self
+        found = torch.cat([x.flatten() for x in self.waiting]).sum()
+        return self._replace(found=found if self.found is None else self.found + found, waiting=(), rows=0)
+
+    def whole(self) -> int:
+        """All blocks that were kept. Waits for the device."""
+        found = self.summed().found
+        return self.kept + (0 if found is None else int(found))
+
+    def and_then(self, other: _Counted) -> _Counted:
+        if other.found is not None:
+            other = other._replace(found=None, waiting=(other.found, *other.waiting), rows=other.rows + 1)
+        return _Counted(
+            self.blocks + other.blocks,
+            self.kept + other.kept,
+            self.found,
+            self.waiting + other.waiting,
+            self.rows + other.rows,
+        )
+
+
+_NOTHING = _Counted()
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 @dataclass
 class LayerTally:
     """The calls of one layer. Blocks that the data decides are summed on the device, and read when somebody asks.
 
-    Not at every call: sums have to be launched, too, and for many calls at once they are as few as for one.
+    Not at every call: sums have to be launched, too, and for many calls at once they are as few as for one. They are
+    launched by the stream that made the counts.
     """
 
     sparse_calls: int = 0
     dense_calls: int = 0
-    kept: int = 0  # as far as that was known beforehand
-    found: Tensor | int = 0  # the others, on the device
-    blocks: int = 0
-    waiting: list[Tensor] = field(default_factory=list)  # counts that are still to be summed in `found`
-    waiting_rows: int = 0
+    counted: dict[_Source | None, _Counted] = field(default_factory=dict)  # None: known beforehand
 
     def sparse(self, kept: Tensor | int, blocks: int) -> None:
         """One call; kept: how many blocks, or how many of each row."""
         self.sparse_calls += 1
-        self.blocks += blocks
         if isinstance(kept, int):
-            self.kept += kept
-            return
-        if is_capturing(kept.device):  # a graph must not read what waits, which is given up afterwards
-            self.found = self.found + kept.sum()
-            return
-        if self.waiting and self.waiting[0].device != kept.device:
-            self._sum()
-        self.waiting.append(kept)
-        self.waiting_rows += kept.numel()
-        if len(self.waiting) >= _MOST_WAITING or self.waiting_rows >= _MOST_ROWS:
-            self._sum()
+            self._count(None, _Counted(blocks, kept))
+        elif is_capturing(kept.device):  # this sum is the graph's own: it is made anew whenever the graph is replayed
+            self._count((kept.device, _OF_GRAPHS), _Counted(blocks, waiting=(kept.sum(),)))
+        else:
+            source = kept.device, _stream(kept.device)
+            counted = self._count(source, _Counted(blocks, waiting=(kept,), rows=kept.numel()))
+            if len(counted.waiting) >= _MOST_WAITING or counted.rows >= _MOST_ROWS:
+                self.counted[source] = counted.summed()
 
     def add(self, other: LayerTally) -> None:
         """The calls of the same layer at another time."""
-        other._sum()
         self.sparse_calls += other.sparse_calls
         self.dense_calls += other.dense_calls
-        self.kept += other.kept
-        self.found = self.found + other.found
-        self.blocks += other.blocks
+        for source, more in list(other.counted.items()):
+            counted = self._count(source, more)
+            if source is not None and source[1] == _stream(source[0]) and len(counted.waiting) >= _MOST_WAITING:
+                self.counted[source] = counted.summed()
 
     def density(self) -> float | None:
-        self._sum()
-        return (self.kept + int(self.found)) / self.blocks if self.blocks else None
+        """The share of blocks that were computed. Waits for the device, and may be asked while a model runs."""
+        every = list(self.counted.items())
+        for device in {source[0] for source, _ in every if source is not None and source[0].type == "cuda"}:
+            torch.cuda.synchronize(device)  # counts of other streams, too
+        blocks = sum(counted.blocks for _, counted in every)
+        return sum(counted.whole() for _, counted in every) / blocks if blocks else None
 
-    def _sum(self) -> None:
-        counts, self.waiting, self.waiting_rows = self.waiting, [], 0
-        if counts:
-            self.found = self.found + torch.cat([x.flatten() for x in counts]).sum()
+    def _count(self, source: _Source | None, more: _Counted) -> _Counted:
+        counted = self.counted[source] = self.counted.get(source, _NOTHING).and_then(more)
+        return counted
 
 
 class Tally:
