@@ -131,6 +131,7 @@ def tensors(input_layout: Any, head_num: Any, **named: Any) -> list[Tensor]:
             raise TypeError(f"{name} must have q's dtype {_dtype(q)}, got {_dtype(x)}; convert with .to(q.dtype)")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}; move it with .to(q.device)")
+    named = {name: x.resolve_neg() for name, x in named.items()}  # kernels read memory, which has the other sign there
     views = {name: x.transpose(1, 2) if input_layout == "BSND" else x for name, x in named.items()}
     _check_shapes(**views)
     heads = views["q"].shape[1]

@@ -291,6 +291,16 @@ def test_any_strides(name):
         assert_attends(out, lse, mask, *here, **kwargs)
 
 
+@pytest.mark.parametrize("name", ["rf_v2", "ada_bsa"])
+def test_views_with_the_other_sign_are_what_they_show(name):
+    """Memory has the numbers that they had before."""
+    kwargs, q_len, k_len = CALLS[name]
+    inputs = [x.to(DEVICE) for x in qkv(1, 1, q_len, 16, k_len=k_len)]
+    expected = attend(*inputs, **kwargs)
+    found = attend(*(torch._neg_view(-x) for x in inputs), **kwargs)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and same(found[2], expected[2])
+
+
 @pytest.mark.parametrize("name", ["cross", "ada_bsa"])
 def test_both_layouts_agree(name):
     kwargs, q_len, k_len = CALLS[name]

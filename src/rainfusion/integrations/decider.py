@@ -304,7 +304,7 @@ class Decider:
         """All that the checks of plain tensors ask, and all that a way depends on."""
         return (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            scene, scale, self._forward.stage, layer if self.settings.profile is not None else None,
+            scene, scale, type(scale), self._forward.stage, layer if self.settings.profile is not None else None,
         )  # fmt: skip
 
     def way(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way:
@@ -315,7 +315,8 @@ class Decider:
         return found
 
     def _way_or_reason(self, layer: int, scene: Scene, inputs: Inputs, scale: float | None) -> Way | Dense:
-        key = (inputs.shapes, scene, scale, layer if self.settings.profile is not None else None, self._forward.stage)
+        profiled = layer if self.settings.profile is not None else None
+        key = (inputs.shapes, scene, scale, type(scale), profiled, self._forward.stage)  # True is no scale, 1.0 is one
         found = self._ways.get(key)
         if found is None:
             try:
@@ -388,7 +389,7 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    if q.is_nested or k.is_nested or v.is_nested:
+    if q.is_nested or k.is_nested or v.is_nested or q.is_neg() or k.is_neg() or v.is_neg():
         return False
     return q.layout is k.layout is v.layout is torch.strided
 
