@@ -36,13 +36,13 @@ def inputs(layout, dim=DIM):
     return k.half().to(DEVICE), v.to(torch.float16).to(DEVICE)
 
 
-def prepared(k, v, layout, keep, precision="int8", stand_ins=False, **options):
+def prepared(k, v, layout, keep, precision="int8", stand_ins=False, bias=None, **options):
     """Keys and values in this layout, with means of their blocks, as rf_v2 wants them."""
     size = layout.block_size
     pair = size if size == 128 else (128, size)
     options = dict(options, precision=precision, compensate=stand_ins, block_size=pair)
     method = Method(sparse_type="rf_v2", sparsity=0.5, **options)
-    return hopper.prepare(Request(k, k, v, keep, None, None, layout, layout, method, 1.0, False, (1,), False))
+    return hopper.prepare(Request(k, k, v, keep, bias, None, layout, layout, method, 1.0, False, (1,), False))
 
 
 def in_blocks(x, layout):
@@ -191,6 +191,24 @@ def test_removed_keys_leave_no_trace(layout):
     kept = [v[b][:, keep[b]].float().mean(1) for b in range(2)]
     torch.testing.assert_close(value_mean(clean)[:, :, 0], torch.stack(kept), atol=1e-5, rtol=1e-5)
     assert clean.bias.isneginf().sum() == 2 * (layout.num_blocks * layout.block_size) - keep.sum()
+
+
+def test_logits_of_fp8_go_without_the_largest_bias(layout):
+    """They are f16, which ends at 65504 and has steps of 32 there. What other keys have less stays, as -inf does."""
+    k, v = inputs(layout)
+    keep = torch.rand(2, layout.seq_len, device=DEVICE) < 0.6
+    bias = torch.randn(2, layout.seq_len, device=DEVICE) + torch.tensor([[-9000.0], [500.0]], device=DEVICE)
+    bias[0, 5], bias[1, layout.order[-1]] = torch.inf, torch.nan  # show in the output, and are not the largest
+    bias = bias.masked_fill(~keep, 0.0)
+    ours = prepared(k, v, layout, keep, "fp8", bias=bias).bias
+    exact = prepared(k, v, layout, keep, "int8", bias=bias).bias
+    for b in range(2):
+        live = exact[b].isfinite()
+        assert ours[b][live].max() == 0
+        torch.testing.assert_close(ours[b][live], exact[b][live] - exact[b][live].max(), rtol=0, atol=2e-3)
+        assert torch.equal(ours[b][~live].nan_to_num(), exact[b][~live].nan_to_num())
+    nothing = prepared(k, v, layout, torch.zeros_like(keep), "fp8", bias=torch.zeros_like(bias)).bias
+    assert nothing.isneginf().all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

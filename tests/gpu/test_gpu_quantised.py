@@ -1,9 +1,11 @@
 """The error of `precision="fp8"` and `"int8"`."""
 
 import pytest
+import torch
 
 from helpers import gpu
 from helpers.gpu import BF16, CALL, FP16, LAYOUTS, LENGTH, MOST, QUANTISED, RF_V2, check_quantised, same
+from rainfusion import BlockMask
 from rainfusion.bench import synthetic
 
 pytestmark = gpu.ON_GPU
@@ -68,6 +70,38 @@ def test_a_common_mean_of_the_keys_does_not_spoil_them(backend, precision, kind,
         k = k + 10 * gpu.randn(*heads, 1, 128, seed=9)
     attn_mask = gpu.key_mask(kind, 2, LENGTH)
     check_quantised(backend, precision, q, k, v, attn_mask, **CALL, most=MOST[precision], lse_within=0.1)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("compensate", [False, True])
+@pytest.mark.parametrize("common", [-9000.0, 3000.0])
+def test_a_bias_that_all_keys_share_is_that_of_the_lse(backend, precision, compensate, common):
+    """However large, and however few digits logits have."""
+    q, k, v = gpu.qkv()
+    attn_mask = gpu.randn(2, LENGTH, seed=3).float()
+    kwargs = dict(RF_V2, compensate=compensate, precision=precision, return_lse=True)
+    plain = gpu.attend(backend, q, k, v, attn_mask, **kwargs)
+    if plain is not None:
+        moved = gpu.attend(backend, q, k, v, attn_mask + common, **kwargs)
+        whole, worst = gpu.distances(moved[0].double(), plain[0].double())
+        assert whole <= 0.03 and worst <= 0.15  # weights whose logits differ in the last bit may be rounded otherwise
+        assert (moved[1] - common - plain[1]).abs().max() <= 0.02
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("lowest", [-6000.0, -20000.0])
+def test_logits_that_f16_does_not_hold_show(precision, lowest):
+    """In fp8 they are NaN, and not zeros as of a row without keys; elsewhere they are numbers."""
+    q, k, v = gpu.qkv(1024, batch=1)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    k[..., 0] = lowest * 128**0.5
+    k[:, :, :512, 0] *= -1  # smoothing leaves both
+    dense = torch.zeros(1, q.shape[1], 8, 8, dtype=torch.bool, device=gpu.DEVICE)
+    dense[..., 4:] = True
+    result = gpu.attend("hopper", q, k, v, precision=precision, return_lse=True, mask=BlockMask.from_dense(dense))
+    if result is not None:
+        assert not (result[0] == 0).all(-1).any()
+        assert not result[1].isneginf().any()
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

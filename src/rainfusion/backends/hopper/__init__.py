@@ -68,6 +68,9 @@ def prepare(request: Request) -> Keys:
 
     from rainfusion.backends.triton import quantising
 
+    common = _common_bias(request)
+    if common is not None and request.bias is not None:
+        request = request._replace(bias=request.bias - common[:, None])
     k_type, largest = (torch.int8, None) if precision == "int8" else (torch.float8_e4m3fn, _E4M3_LARGEST)
     padded = _padded(request.k.shape[3])
     form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, padded, True, True, largest)
@@ -105,7 +108,22 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
+    common = _common_bias(request)
+    if lse is not None and common is not None:
+        lse += common[:, None, None]
     return out, lse
+
+
+def _common_bias(request: Request) -> Tensor | None:
+    """fp32 [B]: the largest bias of a key that takes part, which fp8's logits go without, since they are f16.
+
+    A softmax does not see it, and the LSE has it added again.
+    """
+    bias, keep = request.bias, request.keep
+    if request.method.precision != "fp8" or bias is None or keep is None:
+        return None
+    largest = torch.where(keep & bias.isfinite(), bias.float(), -torch.inf).amax(1)
+    return torch.where(largest.isfinite(), largest, 0.0)
 
 
 def _descriptors(keys: Keys, size: int, padded: int, quantised: bool) -> tuple[object, object]:

@@ -196,7 +196,7 @@ def _e4m3_softmax(s, c, own, m, KEPT: gl.constexpr, LAYOUT: gl.constexpr, ROWS: 
         base = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far: 0 rather than NaN
     factor = _twice(c, LAYOUT)
     start = 120.0 - base * 8.0  # of the bits of 2^8
-    start = _twice(gl.where(start < -65504.0, float("nan"), start), LAYOUT)  # what f16 cannot hold shows
+    start = _twice(gl.where(gl.abs(start) > 65504.0, float("nan"), start), LAYOUT)  # what f16 cannot hold shows
     if KEPT:
         x, y = gl.inline_asm_elementwise(
             _SCALE, _SCALE_REGISTERS, [x, y, factor, start], dtype=(gl.int32, gl.int32), is_pure=True, pack=16
@@ -741,7 +741,7 @@ def _consumer(
                                 here = gl.load(p_here + o_n, mask=(o_n < N) & (has_bias != 0), other=0.0)
                             even, odd, m_new, alpha = _e4m3_softmax(s, c, here, m, True, PAIRS, ROWS)
                         else:
-                            even, odd, m_new, alpha = _e4m3_softmax(s, c, None, m, FINE, PAIRS, ROWS)
+                            even, odd, m_new, alpha = _e4m3_softmax(s, c, None, m, FINE or STAND_INS, PAIRS, ROWS)
                     elif part == 0 or HAS_BIAS:
                         s = _logits(s, c, QUANT)
                         if part == 0:
