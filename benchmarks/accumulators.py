@@ -9,19 +9,31 @@ after every 128 keys. Measured on an H200, sums of 6,552 weights lost 0.13 of th
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rainfusion.bench import synthetic
+from rainfusion import TokenLayout, predict_mask
+from rainfusion.bench.inputs import attention_inputs, call_arguments
+from rainfusion.bench.shapes import SHAPES, Shape
 
 _BITS = 13  # behind the leading one
 _STEP = 32  # keys that are added at once
 _TILE = 128
 _LARGEST = 448.0
-HEADER = "| data | keys | 32 bits | 14 bits | a tile at a time | 32 bits, smoothed | 14 bits, smoothed |"
+HEADER = "| data | 32 bits | 14 bits | a tile at a time | 32 bits, smoothed | 14 bits, smoothed |"
+
+
+class Part(NamedTuple):
+    """A few queries [R, D] of a row of blocks, and the keys and values [N, D] that it keeps, as kernels walk them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -45,51 +57,73 @@ def by_tiles(p: Tensor, v: Tensor) -> Tensor:
     return torch.stack([added(p[:, keys], v[keys]) for keys in torch.arange(p.shape[1]).split(_TILE)]).sum(0)
 
 
-def errors(q: Tensor, k: Tensor, v: Tensor) -> list[float]:
-    """Of the columns of `HEADER`. q [R, D]; k, v [N, D]: the keys that are kept."""
-    q, k, v = q.double(), k.double(), v.double()
-    logits = q @ k.mT / math.sqrt(q.shape[1]) * math.log2(math.e)
-    weights = torch.exp2(logits - logits.amax(1, keepdim=True))
-    exact = weights @ v / weights.sum(1, keepdim=True)
-    p = rounded(weights * 256)
-    found = []
-    for mean, ways in ((torch.zeros_like(v[0]), (torch.matmul, added, by_tiles)), (v.mean(0), (torch.matmul, added))):
-        scale = (v.abs().amax(0) + mean.abs()) / _LARGEST
-        values = rounded((v - mean) / scale)
-        for way in ways:
-            out = way(p, values) * scale / p.sum(1, keepdim=True) + mean
-            found.append(float((out - exact).norm() / exact.norm()))
-    return found
+def errors(parts: Sequence[Part]) -> list[float]:
+    """Of the columns of `HEADER`, over all parts."""
+    gaps, size = [0.0] * 5, 0.0
+    for q, k, v in parts:
+        q, k, v = q.double(), k.double(), v.double()
+        logits = q @ k.mT / math.sqrt(q.shape[1]) * math.log2(math.e)
+        weights = torch.exp2(logits - logits.amax(1, keepdim=True))
+        exact = weights @ v / weights.sum(1, keepdim=True)
+        size += float(exact.square().sum())
+        p = rounded(weights * 256)
+        found = []
+        for mean, ways in ((0.0 * v[0], (torch.matmul, added, by_tiles)), (v.mean(0), (torch.matmul, added))):
+            scale = (v.abs().amax(0) + mean.abs()) / _LARGEST
+            values = rounded((v - mean) / scale)
+            found += [way(p, values) * scale / p.sum(1, keepdim=True) + mean for way in ways]
+        gaps = [gap + float((out - exact).square().sum()) for gap, out in zip(gaps, found, strict=True)]
+    return [math.sqrt(gap / size) for gap in gaps]
 
 
-def cases(keys: int, rows: int, dim: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Names, q [rows, dim], k and v [keys, dim]."""
-    q, k, v = torch.randn(rows, dim), torch.randn(keys, dim), torch.randn(keys, dim)
-    for mean in (0, 1, 3):
-        yield f"normal, with a mean of {mean}" if mean else "normal", q, k, v + mean
-    side = math.isqrt(math.ceil(keys / 16))
-    latent = synthetic.video_latent((math.ceil(keys / side**2), side, side))
-    all_q, all_k, all_v = (x[0] for x in synthetic.video_qkv(latent, 3, dim))
-    for head in range(3):
-        yield (
-            f"synthetic video, head {head}",
-            all_q[head, :: all_q.shape[1] // rows][:rows],
-            all_k[head, :keys],
-            all_v[head, :keys],
-        )
+def normal(keys: int, mean: float, rows: int, dim: int) -> Part:
+    """Random data; `mean`: of the values."""
+    return Part(torch.randn(rows, dim), torch.randn(keys, dim), torch.randn(keys, dim) + mean)
+
+
+def parts_of_a_call(shape: Shape, number: int, rows: int) -> Iterator[Part]:
+    """Of synthetic video, with the published options, as `rainfusion bench` has it; the last block of rows is one."""
+    q, k, v = attention_inputs(shape, batch=1, heads=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    call = call_arguments(shape, "rf_v2", shape.sparsity)
+    length, size = shape.seq_len, 128
+    layout = TokenLayout.build(length, shape.latent_shape, shape.txt_len)
+    picks = torch.randint(layout.num_blocks, (number,))
+    picks[-1] = layout.num_blocks - 1
+    for head, row in zip(itertools.cycle(range(4)), picks.tolist()):
+        one = [x[:, head : head + 1].float() for x in (q, k)]
+        mask = predict_mask(*one, **call, backend="portable")
+        blocks = mask.indices[0, 0, row, : int(mask.counts[0, 0, row])].long().flip(0)
+        positions = (blocks[:, None] * size + torch.arange(size)).flatten()
+        kept = layout.order[positions[positions < length]]
+        queries = layout.order[row * size : (row + 1) * size]
+        queries = queries[:: max(1, len(queries) // rows)][:rows]
+        yield Part(q[0, head, queries], k[0, head, kept], v[0, head, kept])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  python benchmarks/accumulators.py --keys 6552 15120",
+        epilog="example:\n  python benchmarks/accumulators.py --keys 6552 15120 --shapes wan-480p",
     )
     parser.add_argument(
-        "--keys", type=int, nargs="+", default=[6552, 15120], help="20%% of 480p and 720p (default: %(default)s)"
+        "--keys",
+        type=int,
+        nargs="*",
+        default=[6552, 15120],
+        help="of normal data: 20%% of 480p and 720p (default: %(default)s)",
     )
-    parser.add_argument("--rows", type=int, default=8, help="queries (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=128, help="channels (default: %(default)s)")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        default=["wan-480p", "wan-720p"],
+        choices=SHAPES,
+        help="of synthetic video (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=8, help="of rows of a shape, the last one too (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=8, help="queries of each (default: %(default)s)")
     return parser
 
 
@@ -98,9 +132,15 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     print(HEADER)
     print("| --- " + "| ---: " * (HEADER.count("|") - 2) + "|", flush=True)
-    for keys in args.keys:
-        for name, q, k, v in cases(keys, args.rows, args.dim):
-            print(f"| {name} | {keys} | " + " | ".join(f"{error:.4f}" for error in errors(q, k, v)) + " |", flush=True)
+    for keys, mean in itertools.product(args.keys, (0, 1, 3)):
+        name = f"normal, {keys} keys" + (f", v with a mean of {mean}" if mean else "")
+        _print(name, [normal(keys, mean, args.rows, 128)])
+    for name in args.shapes:
+        _print(f"synthetic video, {name}", parts_of_a_call(SHAPES[name], args.blocks, args.rows))
+
+
+def _print(name: str, parts: Iterable[Part]) -> None:
+    print(f"| {name} | " + " | ".join(f"{error:.4f}" for error in errors(list(parts))) + " |", flush=True)
 
 
 if __name__ == "__main__":
