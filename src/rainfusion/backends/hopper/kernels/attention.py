@@ -27,7 +27,8 @@ work on this one, out from their registers.
 Quantised (QUANT = 1: e4m3, 2: int8 for Q and K, P and V e4m3): q is quantised here, row by row; K per block of keys, or
 per head where blocks are finer: a scale for each part of a tile costs 14% more instructions in the loop. V per channel,
 its blocks transposed, their keys permuted so that P's registers are already what wgmma reads. Rows of P are summed by
-the tensor cores, times a tile of ones: as it is rounded, and for no instruction.
+the tensor cores, times a tile of ones: as it is rounded, and for no instruction. Tensor cores keep 14 bits of sums of
+eight-bit products, and cut off what is small beside the sum so far: so they sum one tile, and registers add up tiles.
 
 In e4m3 the softmax would take twice as long as the products, so it is done on pairs of f16, without exponentials:
 
@@ -222,11 +223,7 @@ def _weights_of_bits(x, y, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _row_sums(b_p, s_ones, LAYOUT: gl.constexpr):
-    """Of one tile of quantised P, [M, 8], on their way.
-
-    Tiles are added up in registers: tensor cores keep 14 bits of a sum of eight-bit products, and would lose what is
-    small beside the sum so far.
-    """
+    """Of one tile of quantised P, [M, 8], on their way."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
     nothing = gl.zeros([b_p.shape[0], 8], gl.float32, LAYOUT)
     return warpgroup_mma(gl.convert_layout(b_p, OPERAND), s_ones, nothing, use_acc=False, is_async=True)
@@ -582,6 +579,8 @@ def _consumer(
     STAND_INS: gl.constexpr = stand_ins is not None
     FINE: gl.constexpr = KEYS < 128
     PIECES: gl.constexpr = 128 // KEYS
+    # whether sums of P V are added up in registers; with int8's logits there are too few of them for 128 channels
+    BY_TILE: gl.constexpr = QUANT == 1 or (QUANT == 2 and D == 64)
     # whether consumers need to know which block they have: finer ones share a scale, and find their bias by the list
     STREAM: gl.constexpr = not FINE and (HAS_BIAS or QUANT != 0)
 
@@ -694,6 +693,7 @@ def _consumer(
             else:
                 l = gl.zeros([M, 8], gl.float32, L_LAYOUT)
             acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
+            late = gl.full([M], 1.0, gl.float32, O_ROWS)
             v_stage = stage
             v_phase = phase
             mbarrier.wait(k_full.index(stage), phase)
@@ -713,7 +713,9 @@ def _consumer(
                     b_k = s_k.index(stage).reshape([N, D]).permute((1, 0))
                     s_token = warpgroup_mma(b_q, b_k, start, use_acc=QUANT == 2, is_async=True)
                     mbarrier.wait(v_full.index(v_stage), v_phase)
-                    acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
+                    sums = gl.zeros([M, D], gl.float32, O_LAYOUT) if BY_TILE else acc
+                    values = _values(s_v, v_stage, N, D, QUANT)
+                    acc_token = warpgroup_mma(b_p, values, sums, use_acc=not BY_TILE, is_async=True)
                     if QUANT != 0:
                         l_token = _row_sums(b_p, s_ones, L_LAYOUT)
                     if QUANT != 0 and not FINE:
@@ -739,9 +741,9 @@ def _consumer(
                                 here = gl.load(p_bias + o_key, mask=m_key, other=float("-inf"))
                             else:
                                 here = gl.load(p_here + o_n, mask=(o_n < N) & (has_bias != 0), other=0.0)
-                            even, odd, m_new, alpha = _e4m3_softmax(s, c, here, m, True, PAIRS, ROWS)
+                            even, odd, m_new, alpha = _e4m3_softmax(s, c, here, m, HAS_BIAS, PAIRS, ROWS)
                         else:
-                            even, odd, m_new, alpha = _e4m3_softmax(s, c, None, m, FINE or STAND_INS, PAIRS, ROWS)
+                            even, odd, m_new, alpha = _e4m3_softmax(s, c, None, m, False, PAIRS, ROWS)
                     elif part == 0 or HAS_BIAS:
                         s = _logits(s, c, QUANT)
                         if part == 0:
@@ -764,13 +766,17 @@ def _consumer(
                         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _lane_sums(p)
                     mbarrier.wait(k_full.index(stage), phase)
                     if QUANT == 0:
-                        acc = warpgroup_mma_wait(0, deps=[acc_token])
+                        sums = warpgroup_mma_wait(0, deps=[acc_token])
                     else:
-                        acc, sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
-                        l = (l + sums) * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
+                        sums, row_sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                        l = (l + row_sums) * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
                     mbarrier.arrive(empty.index(v_stage), count=1)
                     v_stage, v_phase = _advance(v_stage, v_phase, NS)
-                    acc = _rescaled(acc, gl.convert_layout(alpha, O_ROWS), QUANT)
+                    if BY_TILE:  # what there was before still wants the last factor
+                        acc = acc * late[:, None] + sums
+                        late = gl.convert_layout(alpha, O_ROWS)
+                    else:
+                        acc = _rescaled(sums, gl.convert_layout(alpha, O_ROWS), QUANT)
                     if QUANT == 0:
                         p = _packed(p, V_TYPE)
             # ---- the last P V
@@ -781,14 +787,17 @@ def _consumer(
             else:
                 b_p = _weights(p, P_LAYOUT)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc_token = warpgroup_mma(b_p, _values(s_v, v_stage, N, D, QUANT), acc, is_async=True)
+            sums = gl.zeros([M, D], gl.float32, O_LAYOUT) if BY_TILE else acc
+            values = _values(s_v, v_stage, N, D, QUANT)
+            acc_token = warpgroup_mma(b_p, values, sums, use_acc=not BY_TILE, is_async=True)
             if QUANT == 0:
-                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                sums = warpgroup_mma_wait(0, deps=[acc_token])
                 total = gl.convert_layout(gl.sum(l, 1), ROWS)
             else:
                 l_token = _row_sums(b_p, s_ones, L_LAYOUT)
-                acc, sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
-                total = gl.convert_layout(gl.max(l + sums, 1), ROWS)  # all of its columns are the same
+                sums, row_sums = warpgroup_mma_wait(0, deps=[acc_token, l_token])
+                total = gl.convert_layout(gl.max(l + row_sums, 1), ROWS)  # all of its columns are the same
+            acc = acc * late[:, None] + sums if BY_TILE else sums
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _advance(stage, phase, NS)
             norm = 1.0 / gl.where(total == 0.0, 1.0, total)
