@@ -219,6 +219,24 @@ def test_a_stream_sums_its_own_counts(monkeypatch):
     assert entry.density() == pytest.approx(60 * 16 * 1.5 / (60 * 32))
 
 
+def test_tallies_of_many_runs_stay_small(monkeypatch):
+    """Also where another stream adds them up, which waits for the device first."""
+    current, waited = [1], []
+    monkeypatch.setattr(stats, "_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    past = stats.LayerTally()
+    for _ in range(100):
+        current[0], run = 1, stats.LayerTally()
+        for _ in range(20):
+            run.sparse(counts(1), 32)
+        current[0] = 2
+        past.add(run)
+    assert len(past.counted[torch.device("cpu"), 1].waiting) < 40
+    assert waited
+    assert past.density() == 0.5
+    assert past.sparse_calls == 2000
+
+
 def test_what_a_graph_sums_is_read_from_the_graph(monkeypatch):
     """A replay makes it anew, and it reads nothing that is given up."""
     entry = stats.LayerTally()

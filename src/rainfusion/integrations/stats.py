@@ -89,8 +89,11 @@ class LayerTally:
         self.dense_calls += other.dense_calls
         for source, more in list(other.counted.items()):
             counted = self._count(source, more)
-            if source is not None and source[1] == _stream(source[0]) and len(counted.waiting) >= _MOST_WAITING:
-                self.counted[source] = counted.summed()
+            if source is None or source[1] == _OF_GRAPHS or len(counted.waiting) < _MOST_WAITING:
+                continue
+            if source[1] != _stream(source[0]):
+                torch.cuda.synchronize(source[0])
+            self.counted[source] = counted.summed()
 
     def density(self) -> float | None:
         """The share of blocks that were computed. Waits for the device, and may be asked while a model runs."""

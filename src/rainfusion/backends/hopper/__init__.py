@@ -115,15 +115,18 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
 
 
 def _common_bias(request: Request) -> Tensor | None:
-    """fp32 [B]: the largest bias of a key that takes part, which fp8's logits go without, since they are f16.
+    """fp32 [B]: what fp8's logits go without, since they are f16: the bias nearest to 0 of a key that takes part.
 
-    A softmax does not see it, and the LSE has it added again.
+    A softmax does not see it, and the LSE has it added again. Not the largest: in rows that do not keep that key all
+    others would be far from 0.
     """
     bias, keep = request.bias, request.keep
     if request.method.precision != "fp8" or bias is None or keep is None:
         return None
-    largest = torch.where(keep & bias.isfinite(), bias.float(), -torch.inf).amax(1)
-    return torch.where(largest.isfinite(), largest, 0.0)
+    usable = keep & bias.isfinite()
+    least = torch.where(usable, bias.float(), torch.inf).amin(1)
+    most = torch.where(usable, bias.float(), -torch.inf).amax(1)
+    return torch.where(usable.any(1), torch.zeros_like(most).clamp(least, most), 0.0)
 
 
 def _descriptors(keys: Keys, size: int, padded: int, quantised: bool) -> tuple[object, object]:

@@ -800,6 +800,8 @@ def _consumer(
             acc = acc * late[:, None] + sums if BY_TILE else sums
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = _advance(stage, phase, NS)
+            if QUANT == 1 and not HAS_BIAS:  # then there is a key: its logit was less than f16 holds
+                total = gl.where(total == 0.0, float("nan"), total)
             norm = 1.0 / gl.where(total == 0.0, 1.0, total)
             acc = acc * gl.convert_layout(norm, O_ROWS)[:, None]
             if QUANT != 0:
