@@ -254,22 +254,24 @@ def test_what_a_graph_sums_is_read_from_the_graph(monkeypatch):
 
 def test_counts_may_be_read_while_a_model_runs():
     """By another thread, as often as it likes: nothing is lost, and what it reads is of one moment."""
-    tally, done, wrong = stats.Tally(1), threading.Event(), []
+    tally, done, wrong, reads = stats.Tally(1), threading.Event(), [], []
 
     def read():
         while not done.is_set():
             found = stats.Stats.of({"": (["a"], tally)})
-            wrong.extend(share for share in (found.density["a"], found.steps.get(0)) if share not in (None, 1.0))
+            wrong.extend(share for share in (found.density["a"], *found.steps.values()) if share not in (None, 1.0))
+            reads.append(len(found.steps))
 
     reader = threading.Thread(target=read)
     reader.start()
     every = counts(2)
-    for _ in range(20000):
-        tally.sparse(0, "a grid", every, 32, step=0)
+    for call in range(20000):
+        tally.sparse(0, f"grid {call // 40}", every, 32, step=call // 40)
+    assert reader.is_alive()  # nothing that changes meanwhile stops it
     done.set()
     reader.join()
-    assert not wrong
-    assert tally.layers[0].density() == tally.steps[0].density() == 1.0
+    assert reads and not wrong
+    assert {tally.layers[0].density(), *(entry.density() for entry in tally.steps.values())} == {1.0}
 
 
 def test_a_layer_of_diffusers_moves_axes_and_no_more(derived):

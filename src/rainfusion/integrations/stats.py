@@ -134,9 +134,9 @@ class Tally:
         self._add_counts(other)
 
     def _add_counts(self, other: Tally) -> None:
-        self.reasons.update(other.reasons)
-        self.layouts.update(other.layouts)
-        for step, entry in other.steps.items():
+        self.reasons.update(dict(other.reasons))  # copies: `other` may be counting
+        self.layouts.update(dict(other.layouts))
+        for step, entry in list(other.steps.items()):
             self.steps.setdefault(step, LayerTally()).add(entry)
 
     @classmethod
