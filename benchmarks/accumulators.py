@@ -20,6 +20,7 @@ from torch import Tensor
 from rainfusion import TokenLayout, predict_mask
 from rainfusion.bench.inputs import attention_inputs, call_arguments
 from rainfusion.bench.shapes import SHAPES, Shape
+from rainfusion.bench.verification import kept_keys
 
 _BITS = 13  # behind the leading one
 _STEP = 32  # keys that are added at once
@@ -85,16 +86,14 @@ def parts_of_a_call(shape: Shape, number: int, rows: int) -> Iterator[Part]:
     """Of synthetic video, with the published options, as `rainfusion bench` has it; the last block of rows is one."""
     q, k, v = attention_inputs(shape, batch=1, heads=4, dtype=torch.bfloat16, device=torch.device("cpu"))
     call = call_arguments(shape, "rf_v2", shape.sparsity)
-    length, size = shape.seq_len, 128
-    layout = TokenLayout.build(length, shape.latent_shape, shape.txt_len)
+    size = 128
+    layout = TokenLayout.build(shape.seq_len, shape.latent_shape, shape.txt_len)
     picks = torch.randint(layout.num_blocks, (number,))
     picks[-1] = layout.num_blocks - 1
     for head, row in zip(itertools.cycle(range(4)), picks.tolist()):
         one = [x[:, head : head + 1].float() for x in (q, k)]
         mask = predict_mask(*one, **call, backend="portable")
-        blocks = mask.indices[0, 0, row, : int(mask.counts[0, 0, row])].long().flip(0)
-        positions = (blocks[:, None] * size + torch.arange(size)).flatten()
-        kept = layout.order[positions[positions < length]]
+        kept = kept_keys(mask, layout, 0, 0, row).flip(0)
         queries = layout.order[row * size : (row + 1) * size]
         queries = queries[:: max(1, len(queries) // rows)][:rows]
         yield Part(q[0, head, queries], k[0, head, kept], v[0, head, kept])

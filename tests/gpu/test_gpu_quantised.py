@@ -101,8 +101,7 @@ def test_logits_that_f16_does_not_hold_show(precision, lowest, kept):
     dense[..., -kept:] = True
     result = gpu.attend("hopper", q, k, v, precision=precision, return_lse=True, mask=BlockMask.from_dense(dense))
     if result is not None:
-        assert not (result[0] == 0).all(-1).any()
-        assert not result[1].isneginf().any()
+        assert all(x.isnan().all() if precision == "fp8" else x.isfinite().all() for x in result)
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

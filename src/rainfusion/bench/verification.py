@@ -68,9 +68,7 @@ def verify(
     exact, ours, torchs = [], [], []
     for b, h, row in picks:
         queries = layout.order[row * q_size : (row + 1) * q_size]
-        blocks = mask.indices[b, h, row, : int(mask.counts[b, h, row])].long()
-        positions = (blocks[:, None] * k_size + torch.arange(k_size, device=q.device)).flatten()
-        keys = layout.order[positions[positions < layout.seq_len]]
+        keys = kept_keys(mask, layout, b, h, row)
         part = (q[b, h, queries], k[b, h // shared, keys], v[b, h // shared, keys])
         stand_ins = None
         if compensate:
@@ -88,6 +86,13 @@ def verify(
     # Rounding the output once is always allowed; in fp32 and fp64 more, for sums of many terms in another order.
     floor = torch.finfo(q.dtype).eps / 2 * (1 if q.dtype.itemsize == 2 else 8)
     return Verdict(_distance(ours, exact), slack * max(_distance(torchs, exact), floor))
+
+
+def kept_keys(mask: BlockMask, layout: TokenLayout, b: int, h: int, row: int) -> Tensor:
+    """The tokens whose keys a row of blocks attends to, in the order of its list."""
+    blocks = mask.indices[b, h, row, : int(mask.counts[b, h, row])].long()
+    positions = (blocks[:, None] * mask.k_block + torch.arange(mask.k_block, device=blocks.device)).flatten()
+    return layout.order[positions[positions < layout.seq_len]]
 
 
 def _attention_in_float64(

@@ -73,7 +73,9 @@ def prepare(request: Request) -> Keys:
         request = request._replace(bias=request.bias - common[:, None])
     k_type, largest = (torch.int8, None) if precision == "int8" else (torch.float8_e4m3fn, _E4M3_LARGEST)
     padded = _padded(request.k.shape[3])
-    form = quantising.Form(k_type, torch.float8_e4m3fn, _BLOCK, padded, True, True, largest)
+    form = quantising.Form(
+        k_type, torch.float8_e4m3fn, _BLOCK, padded, permuted=True, swizzled=True, k_largest=largest
+    )  # fmt: skip
     return quantising.prepare(request, form)
 
 
@@ -108,8 +110,7 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
-    common = _common_bias(request)
-    if lse is not None and common is not None:
+    if lse is not None and (common := _common_bias(request)) is not None:
         lse += common[:, None, None]
     return out, lse
 
