@@ -60,11 +60,7 @@ def verify(
     batch, heads, _, _ = q.shape
     shared = heads // k.shape[1]
     q_size, k_size = mask.q_block, mask.k_block
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.stack(
-        [torch.randint(n, (rows,), generator=generator) for n in (batch, heads, mask.num_q_blocks)], 1
-    ).tolist()
-    picks[-1][2] = mask.num_q_blocks - 1  # the last block is checked always: it may be ragged
+    picks = picked_rows(batch, heads, mask.num_q_blocks, rows)
     exact, ours, torchs = [], [], []
     for b, h, row in picks:
         queries = layout.order[row * q_size : (row + 1) * q_size]
@@ -86,6 +82,14 @@ def verify(
     # Rounding the output once is always allowed; in fp32 and fp64 more, for sums of many terms in another order.
     floor = torch.finfo(q.dtype).eps / 2 * (1 if q.dtype.itemsize == 2 else 8)
     return Verdict(_distance(ours, exact), slack * max(_distance(torchs, exact), floor))
+
+
+def picked_rows(batch: int, heads: int, blocks: int, number: int) -> list[list[int]]:
+    """Batch element, head and block of rows, so many times, and the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.stack([torch.randint(n, (number,), generator=generator) for n in (batch, heads, blocks)], 1).tolist()
+    picks[-1][2] = blocks - 1  # the last block is checked always: it may be ragged
+    return [list(map(int, pick)) for pick in picks]
 
 
 def kept_keys(mask: BlockMask, layout: TokenLayout, b: int, h: int, row: int) -> Tensor:
