@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,10 +26,13 @@ def test_work_is_counted_on_the_kept_blocks():
 
 def test_baselines_say_why_they_do_not_run_on_a_cpu():
     q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16)
-    everyone = (*baselines.DENSE, *baselines.SPARSE, *baselines.FLEX)
+    everyone = (*baselines.DENSE, *baselines.SPARSE, *baselines.SAME_BLOCKS)
     reasons = {baseline.name: baseline.why_not(q) for baseline in everyone}
     assert reasons.pop("torch") is None
-    assert " ".join(reasons) == "cuDNN FlashAttention FlashAttention-3 SageAttention SpargeAttn FlexAttention"
+    assert ", ".join(reasons) == (
+        "cuDNN, FlashAttention, FlashAttention-3, FlashAttention-4, SageAttention, SpargeAttn, FlexAttention, "
+        "FlashAttention-4 blocks"
+    )
     assert set(reasons.values()) == {"needs a CUDA device, got cpu tensors"}
 
 
@@ -36,7 +41,9 @@ def test_a_library_that_cannot_be_imported_is_a_reason_and_no_exception(tmp_path
     (tmp_path / "renamed.py").write_text("attention = print")
     monkeypatch.syspath_prepend(tmp_path)
     assert baselines._not_importable("not_there_at_all", "f") == "not_there_at_all is not installed"
+    assert baselines._not_importable("not_there_at_all.part", "f") == "not_there_at_all.part is not installed"
     assert "OSError: undefined symbol" in baselines._not_importable("half_built", "f")
+    assert "OSError: undefined symbol" in baselines._not_importable("half_built.part", "f")
     assert baselines._not_importable("renamed", "attend") == "renamed has no attend"
     assert baselines._not_importable("renamed", "attention") is None
 
@@ -47,6 +54,44 @@ def test_flex_attention_gets_our_blocks():
     assert torch.equal(theirs.to_dense().bool(), dense)
     assert theirs.seq_lengths == (300, 500)
     assert theirs.full_kv_num_blocks.sum() == dense.sum() and theirs.kv_num_blocks.sum() == 0
+
+
+class TheirLists(NamedTuple):
+    """As FlashAttention-4 names them."""
+
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor
+    full_block_idx: torch.Tensor
+    block_size: tuple[int, int]
+
+
+def their_attention(q, k, v, block_sparse_tensors=None):
+    """On tensors [B, S, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = None
+    if block_sparse_tensors is not None:
+        lists = block_sparse_tensors
+        assert lists.block_size == (128, 128) and lists.mask_block_cnt.sum() == 0
+        mask = BlockMask(lists.full_block_cnt, lists.full_block_idx)
+    out = rainfusion.sparse_attention(q, k, v, mask=mask, backend="reference")
+    return out.transpose(1, 2), None
+
+
+def test_flash_attention_4_gets_our_blocks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=their_attention))
+    lists = SimpleNamespace(BlockSparseTensorsTorch=TheirLists)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
+    q, k, v = torch.randn(3, 1, 2, 420, 64).unbind()
+    grid = dict(sparse_type="rf_v2", sparsity=0.5, latent_shape_q=[3, 10, 14])
+    expected, mask = rainfusion.sparse_attention(q, k, v, **grid, backend="reference", return_mask=True)
+    layout = rainfusion.TokenLayout.build(420, (3, 10, 14))
+    setting = baselines.Setting(q, k, v, mask, layout)
+    (sparse,), (dense,) = (
+        baseline.prepare([setting]) for baseline in (baselines.FlashAttention4Blocks(), baselines.FlashAttention4())
+    )
+    torch.testing.assert_close(layout.restore(sparse()), expected)
+    torch.testing.assert_close(dense(), torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize("sparse_type", ["rf_v2", "ada_bsa"])

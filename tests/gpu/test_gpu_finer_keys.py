@@ -17,38 +17,6 @@ VIDEO = dict(sparse_type="rf_v2", sparsity=0.7, latent_shape_q=GRID, txt_len=TXT
 LENGTH = TXT + math.prod(GRID)
 
 
-def reference(q, k, v, attn_mask, mask, **kwargs):
-    """out and LSE in float64 on the CPU."""
-    there = [x.double().cpu() for x in (q, k, v)]
-    mask_there = None if attn_mask is None else attn_mask.cpu()
-    kwargs = dict(kwargs, mask=mask.to("cpu"), return_lse=True, backend="reference")
-    return sparse_attention(*there, mask_there, **kwargs)
-
-
-def compare(result, q, k, v, attn_mask, **kwargs):
-    """With the reference over the same mask, within twice what rounding inputs and output costs."""
-    out, lse, mask = result
-    exact, exact_lse = reference(q, k, v, attn_mask, mask, **kwargs)
-    most = max(8 * torch.finfo(q.dtype).eps, 2e-5)
-    assert (out.double().cpu() - exact).abs().max() <= most * exact.abs().max()
-    seen = exact_lse > -math.inf
-    assert (out.cpu()[~seen] == 0).all() and lse.cpu()[~seen].isneginf().all()
-    assert (lse.cpu() - exact_lse)[seen].abs().max() <= most * max(1.0, exact_lse[seen].abs().max())
-
-
-def compare_quantised(result, q, k, v, attn_mask, most, lse_within, **kwargs):
-    """With the reference over the same mask: the errors of 128 keys, as a whole and in the worst row."""
-    out, lse, mask = result
-    exact, exact_lse = reference(q, k, v, attn_mask, mask, **kwargs)
-    assert out.isfinite().all()
-    assert (out.cpu()[exact_lse.isneginf()] == 0).all()
-    if exact.any():
-        whole, worst = gpu.distances(out.cpu(), exact)
-        assert whole <= most, f"error {whole:.3g}, allowed {most}"
-        assert worst <= 4 * most, f"error of the worst row {worst:.3g}"
-    gpu.assert_lse(lse.cpu(), exact_lse.double(), lse_within)
-
-
 @pytest.mark.parametrize(("predictor", "compensate"), [("submeans", False), ("submeans", True), ("spread", True)])
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
 @pytest.mark.parametrize(("dtype", "dim"), [(BF16, 128), (BF16, 64), (FP16, 80), (FP32, 128)], ids=str)
@@ -58,7 +26,7 @@ def test_it_is_that_of_the_reference(backend, pair, dtype, dim, kind, predictor,
     call = dict(VIDEO, block_size=pair, predictor=predictor, compensate=compensate)
     result = gpu.attend(backend, q, k, v, attn_mask, **call, return_lse=True, return_mask=True)
     if result is not None:
-        compare(result, q, k, v, attn_mask, **call)
+        gpu.compare(result, q, k, v, attn_mask, **call)
 
 
 @pytest.mark.parametrize("compensate", [False, True])
@@ -73,7 +41,7 @@ def test_quantised_it_is_as_near_as_with_128_keys(backend, pair, precision, dtyp
     result = gpu.attend(backend, q, k, v, attn_mask, **kwargs)
     if result is not None:
         within = 0.2 if kind == "float" else 0.05  # with a bias a few keys decide, and so does their rounding
-        compare_quantised(result, q, k, v, attn_mask, MOST[precision], within, **call)
+        gpu.compare_quantised(result, q, k, v, attn_mask, MOST[precision], within, **call)
 
 
 def some_lists(q, k_len, pair):
@@ -94,7 +62,7 @@ def test_lists_that_end_in_the_middle_of_a_tile(backend, pair, k_len, compensate
     call = dict(sparse_type="rf_v2", block_size=pair, compensate=compensate)
     result = gpu.attend(backend, q, k, v, mask=mask, **call, return_lse=True)
     if result is not None:
-        compare((*result, mask), q, k, v, None, **call)
+        gpu.compare((*result, mask), q, k, v, None, **call)
 
 
 @pytest.mark.parametrize("compensate", [False, True])
@@ -106,7 +74,7 @@ def test_quantised_lists_that_end_in_the_middle_of_a_tile(backend, pair, precisi
     call = dict(sparse_type="rf_v2", block_size=pair, compensate=compensate)
     result = gpu.attend(backend, q, k, v, mask=mask, **call, precision=precision, return_lse=True)
     if result is not None:  # where few keys are seen, the rounding of one logit is the LSE's
-        compare_quantised((*result, mask), q, k, v, None, MOST[precision], 0.2, **call)
+        gpu.compare_quantised((*result, mask), q, k, v, None, MOST[precision], 0.2, **call)
 
 
 def test_heads_that_share_keys(backend, pair):
@@ -115,7 +83,7 @@ def test_heads_that_share_keys(backend, pair):
     call = dict(VIDEO, block_size=pair, compensate=True)
     result = gpu.attend(backend, q, k, v, **call, return_lse=True, return_mask=True)
     if result is not None:
-        compare(result, q, k, v, None, **call)
+        gpu.compare(result, q, k, v, None, **call)
 
 
 def test_a_cuda_graph_holds_heads_that_are_scored_one_after_the_other(backend, pair, monkeypatch):
@@ -145,7 +113,7 @@ def test_quantised_heads_that_share_keys(backend, pair, precision):
     call = dict(VIDEO, block_size=pair, compensate=True)
     result = gpu.attend(backend, q, k, v, **call, precision=precision, return_lse=True, return_mask=True)
     if result is not None:
-        compare_quantised(result, q, k, v, None, MOST[precision], 0.1, **call)
+        gpu.compare_quantised(result, q, k, v, None, MOST[precision], 0.1, **call)
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
@@ -169,7 +137,7 @@ def test_a_quantised_call_knows_how_far_keys_are_from_their_means(backend, pair,
     native = gpu.attend(backend, q, k, v, **call, return_mask=True)[-1]
     differ = (result[-1].to_dense() != native.to_dense()).sum(-1)
     assert (differ > 0).float().mean() < 0.02 and differ.max() <= 2
-    compare_quantised(result, q, k, v, None, MOST[precision], 0.1, **call)
+    gpu.compare_quantised(result, q, k, v, None, MOST[precision], 0.1, **call)
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

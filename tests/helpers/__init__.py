@@ -6,6 +6,7 @@
     gpu                the same for the tests of a GPU, computed on it, and the calls that they make
     planned            a call as the library plans it, for tests of single stages
     fuzz               how many random examples to try
+    hopper_emulator    runs the kernel of Hopper GPUs on a CPU, from its source
     memory             what a call allocates at its peak, in a process of its own
     tiny_models        diffusers' transformers with random weights, one a family
     offline_pipelines  whole diffusers pipelines with random weights

@@ -377,6 +377,39 @@ def check_rows(q, k, v, out, mask, kwargs, picks):
             assert_close_to_exact(ours, exact, torchs_attention(*part, tokens), logit_size(*part[:2]))
 
 
+def reference(q, k, v, attn_mask, mask, **kwargs):
+    """out and LSE in float64 on the CPU."""
+    there = [x.double().cpu() for x in (q, k, v)]
+    mask_there = None if attn_mask is None else attn_mask.cpu()
+    kwargs = dict(kwargs, mask=mask.to("cpu"), return_lse=True, backend="reference")
+    return sparse_attention(*there, mask_there, **kwargs)
+
+
+def compare(result, q, k, v, attn_mask, **kwargs):
+    """With the reference over the same mask, within twice what rounding inputs and output costs."""
+    out, lse, mask = result
+    exact, exact_lse = reference(q, k, v, attn_mask, mask, **kwargs)
+    most = max(8 * torch.finfo(q.dtype).eps, 2e-5)
+    assert (out.double().cpu() - exact).abs().max() <= most * exact.abs().max()
+    seen = exact_lse > -math.inf
+    assert (out.cpu()[~seen] == 0).all() and lse.cpu()[~seen].isneginf().all()
+    if seen.any():
+        assert (lse.cpu() - exact_lse)[seen].abs().max() <= most * max(1.0, exact_lse[seen].abs().max())
+
+
+def compare_quantised(result, q, k, v, attn_mask, most, lse_within, **kwargs):
+    """With the reference over the same mask: the errors of 128 keys, as a whole and in the worst row."""
+    out, lse, mask = result
+    exact, exact_lse = reference(q, k, v, attn_mask, mask, **kwargs)
+    assert out.isfinite().all()
+    assert (out.cpu()[exact_lse.isneginf()] == 0).all()
+    if exact.any():
+        whole, worst = distances(out.cpu(), exact)
+        assert whole <= most, f"error {whole:.3g}, allowed {most}"
+        assert worst <= 4 * most, f"error of the worst row {worst:.3g}"
+    assert_lse(lse.cpu(), exact_lse.double(), lse_within)
+
+
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 

@@ -77,7 +77,13 @@ def _needs_half_on_cuda(q: Tensor) -> str | None:
 
 def _not_importable(module: str, *names: str) -> str | None:
     """Says why these names cannot be had from a module; None where they can."""
-    if find_spec(module) is None:
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that it would be in
+        found = False
+    except Exception as error:
+        return f"{module} cannot be imported: {first_line(error)}"
+    if not found:
         return f"{module} is not installed"
     try:
         imported = import_module(module)
@@ -176,6 +182,30 @@ class FlashAttention3:
 
 
 @dataclass(frozen=True)
+class FlashAttention4:
+    """Dense attention by FlashAttention-4, which is written in CuTe-DSL (`pip install flash-attn-4`)."""
+
+    name: str = "FlashAttention-4"
+    dense: bool = True
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = False
+
+    def why_not(self, q: Tensor) -> str | None:
+        return _needs_half_on_cuda(q) or _not_importable("flash_attn.cute", "flash_attn_func")
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        flash_attn_func = import_module("flash_attn.cute").flash_attn_func
+
+        def call(setting: Setting) -> Tensor:
+            result = flash_attn_func(*(x.transpose(1, 2) for x in (setting.q, setting.k, setting.v)))  # [B, S, H, D]
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out.transpose(1, 2)
+
+        return [partial(call, setting) for setting in settings]
+
+
+@dataclass(frozen=True)
 class SageAttention:
     """Dense attention with int8 and fp8 products."""
 
@@ -259,6 +289,40 @@ class FlexAttention:
         return [partial(call, qkv) for qkv in inputs]
 
 
+@dataclass(frozen=True)
+class FlashAttention4Blocks:
+    """FlashAttention-4 over our blocks, its inputs reordered beforehand: the attention kernel alone."""
+
+    name: str = "FlashAttention-4 blocks"
+    dense: bool = False
+    exact: bool = True
+    same_blocks: bool = True
+    reordered: bool = True
+
+    def why_not(self, q: Tensor) -> str | None:
+        return FlashAttention4().why_not(q)
+
+    def prepare(self, settings: Sequence[Setting]) -> list[Call]:
+        flash_attn_func = import_module("flash_attn.cute").flash_attn_func
+        lists = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        mask = settings[0].mask
+        indices = mask.indices.int()
+        # every kept block is a full one; none has elements that are masked
+        blocks = lists(
+            torch.zeros_like(mask.counts), indices, mask.counts, indices, block_size=(mask.q_block, mask.k_block)
+        )
+        inputs = [
+            tuple(s.layout.reorder(x).transpose(1, 2).contiguous() for x in (s.q, s.k, s.v)) for s in settings
+        ]  # [B, S, H, D]
+
+        def call(qkv: tuple[Tensor, ...]) -> Tensor:
+            result = flash_attn_func(*qkv, block_sparse_tensors=blocks)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out.transpose(1, 2)
+
+        return [partial(call, qkv) for qkv in inputs]
+
+
 def flex_block_mask(mask: BlockMask, q_len: int, k_len: int) -> FlexBlockMask:
     """Our mask as one of FlexAttention. Every kept block is a full one: no element is masked but the ragged end."""
     from torch.nn.attention import flex_attention as flex
@@ -279,7 +343,8 @@ DENSE: tuple[Baseline, ...] = (
     TorchKernel("FlashAttention", "FLASH_ATTENTION"),
     TorchDefault(),
     FlashAttention3(),
+    FlashAttention4(),
     SageAttention(),
 )
 SPARSE: tuple[Baseline, ...] = (SpargeAttention(),)
-FLEX: tuple[Baseline, ...] = (FlexAttention(),)
+SAME_BLOCKS: tuple[Baseline, ...] = (FlexAttention(), FlashAttention4Blocks())

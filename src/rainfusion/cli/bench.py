@@ -108,7 +108,11 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dtype", choices=arguments.DTYPES, help="default: fp32 on a CPU, bf16 elsewhere")
     what.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     what.add_argument("--backend", default="auto", choices=["auto", *backends.NAMES], help="default: auto")
-    what.add_argument("--flex", action="store_true", help="also FlexAttention, which takes long to compile (CUDA)")
+    what.add_argument(
+        "--flex",
+        action="store_true",
+        help="also FlexAttention and, if installed, FlashAttention-4 over the same blocks (CUDA; slow to compile)",
+    )
     what.add_argument("--seed", type=int, default=0, help="of the synthetic video or of the weights (default: 0)")
     sweeps = "sparsity: 0 to 0.95 on the shapes named (default: wan-480p); tokens: 2k to 150k, 12 heads, sparsity 0.8"
     what.add_argument("--sweep", choices=["sparsity", "tokens"], help=sweeps)
