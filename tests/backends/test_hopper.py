@@ -122,13 +122,11 @@ def some_lists(q, k_len, block_size, density=0.4, seed=0):
 def test_rows_of_one_program_do_not_touch_each_other(precision, block_size):
     """One program takes all rows, or many take one each: the same bits, whoever is ahead."""
     q, k, v = inputs(600, 600)
-    mask = some_lists(q, 600, block_size)
+    kwargs = dict(mask=some_lists(q, 600, block_size), block_size=block_size, precision=precision)
     found = []
     for seed, programs in ((0, 1), (1, 1), (2, 4), (3, 20)):
         with emulated(seed, programs):
-            found.append(
-                sparse_attention(q, k, v, mask=mask, block_size=mask.block_size, precision=precision, backend="hopper")
-            )
+            found.append(sparse_attention(q, k, v, **kwargs, backend="hopper"))
     assert all(gpu.same(found[0], other) for other in found[1:])
 
 
@@ -136,8 +134,7 @@ def test_rows_of_one_program_do_not_touch_each_other(precision, block_size):
 @pytest.mark.parametrize("block_size", [128, (128, 64), (128, 32)])
 def test_what_lies_around_the_inputs_does_not_matter(precision, block_size):
     q, k, v = inputs(200, 330)
-    mask = some_lists(q, 330, block_size)
-    kwargs = dict(mask=mask, block_size=mask.block_size, precision=precision, backend="hopper")
+    kwargs = dict(mask=some_lists(q, 330, block_size), block_size=block_size, precision=precision, backend="hopper")
     with emulated():
         plain = sparse_attention(q, k, v, **kwargs)
         inside = sparse_attention(*(gpu.island(x) for x in (q, k, v)), **kwargs)
@@ -150,7 +147,7 @@ def test_what_is_not_finite_shows_where_it_is_attended_to(precision):
     mask = BlockMask.from_dense(
         torch.tensor([[True, True, False], [False, True, True], [False, True, False]])[None, None].expand(1, 2, 3, 3)
     )
-    kwargs = dict(mask=mask, block_size=mask.block_size, precision=precision, backend="hopper")
+    kwargs = dict(mask=mask, precision=precision, backend="hopper")
     with emulated():
         clean = sparse_attention(q, k, v, **kwargs)
         k[0, 0, 5, 3] = float("nan")
@@ -167,7 +164,7 @@ def test_what_is_not_finite_shows_where_it_is_attended_to(precision):
         assert all((ours - theirs).abs().max() <= 0.2 for ours, theirs in others)
 
 
-@pytest.mark.parametrize(("precision", "dim", "most"), [("fp8", 128, 0.012), ("int8", 64, 0.012), ("int8", 128, 0.2)])
+@pytest.mark.parametrize(("precision", "dim", "most"), [("fp8", 128, 0.006), ("int8", 64, 0.006), ("int8", 128, 0.1)])
 def test_long_rows_lose_little_where_registers_add_up_tiles(precision, dim, most):
     """Values near each other are alike, as in a video. int8 with 128 channels has no registers for it."""
     q, k, v = inputs(128, 128 * 100, dim, heads=1)
@@ -177,11 +174,9 @@ def test_long_rows_lose_little_where_registers_add_up_tiles(precision, dim, most
     errors = []
     for sums in (exact_sums, sums_of_14_bits):
         with emulated(sums=sums):
-            out = sparse_attention(
-                q, k, v, mask=mask, block_size=mask.block_size, precision=precision, backend="hopper"
-            )
+            out = sparse_attention(q, k, v, mask=mask, precision=precision, backend="hopper")
         errors.append(float((out.double() - exact).norm() / exact.norm()))
-    assert errors[0] <= 0.012 and errors[1] <= most, errors
+    assert errors[0] <= 0.006 and errors[1] <= most, errors
 
 
 @settings(max_examples=examples(30))
