@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from helpers import gpu
 from helpers.fuzz import examples
 from helpers.interpreter import with_exact_e4m3
+from helpers.planned import request
 from rainfusion import BlockMask, sparse_attention
+from rainfusion.backends import hopper
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
@@ -128,6 +130,22 @@ def test_rows_of_one_program_do_not_touch_each_other(precision, block_size):
         with emulated(seed, programs):
             found.append(sparse_attention(q, k, v, **kwargs, backend="hopper"))
     assert all(gpu.same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("precision", gpu.PRECISIONS)
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_the_counter_of_rows_is_0_before_and_after(precision, programs):
+    """A pass writes it, and the last program of a call: keys may be attended to again."""
+    q, k, v = inputs(320, 320)
+    with emulated(programs=programs):
+        asked = request(q, k, v, **ON_GRID, precision=precision, backend="hopper")
+        keys = hopper.prepare(asked)
+        mask = hopper.choose(asked, keys)
+        found = []
+        for _ in range(2):
+            assert int(keys.turns) == 0
+            found.append(hopper.attend(asked, keys, mask)[0])
+    assert int(keys.turns) == 0 and found[0].isfinite().all() and gpu.same(*found)
 
 
 @pytest.mark.parametrize("precision", gpu.PRECISIONS)

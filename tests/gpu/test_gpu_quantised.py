@@ -84,8 +84,9 @@ def test_a_bias_that_all_keys_share_is_that_of_the_lse(backend, precision, compe
     if plain is not None:
         moved = gpu.attend(backend, q, k, v, attn_mask + common, **kwargs)
         whole, worst = gpu.distances(moved[0].double(), plain[0].double())
-        assert whole <= 0.03 and worst <= 0.15  # weights whose logits differ in the last bit may be rounded otherwise
-        assert (moved[1] - common - plain[1]).abs().max() <= 0.02
+        # in eight bits every weight may be rounded otherwise: each is as far from the exact ones as it may be
+        assert whole <= MOST[precision] and worst <= 4 * MOST[precision]
+        assert (moved[1] - common - plain[1]).abs().max() <= 0.06  # half a step of e4m3
 
 
 @pytest.mark.parametrize("precision", QUANTISED)

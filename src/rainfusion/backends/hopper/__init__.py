@@ -60,10 +60,11 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
 
 
 def prepare(request: Request) -> Keys:
-    """What `triton.prepare` does, and quantises."""
+    """What `triton.prepare` does, and quantises. A pass makes the counter of rows 0: so that takes no launch."""
     precision = request.method.precision
+    turns = request.q.new_empty(1, dtype=torch.int32)
     if precision == "native":
-        keys = triton.prepare(request)
+        keys = triton.prepare(request, turns)
         return keys._replace(k=triton.for_copy_engine(keys.k), v=triton.for_copy_engine(keys.v))
 
     from rainfusion.backends.triton import quantising
@@ -76,7 +77,7 @@ def prepare(request: Request) -> Keys:
     form = quantising.Form(
         k_type, torch.float8_e4m3fn, _BLOCK, padded, permuted=True, swizzled=True, k_largest=largest
     )  # fmt: skip
-    return quantising.prepare(request, form)
+    return quantising.prepare(request, form, turns)
 
 
 def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
@@ -96,17 +97,17 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
-    turns = batch * heads * mask.num_q_blocks
+    number = batch * heads * mask.num_q_blocks
     launch(
-        hopper_attention_kernel, min(turns, _multiprocessors(q.device)),
+        hopper_attention_kernel, min(number, _multiprocessors(q.device)),
         q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
         triton.stand_in_bias(request, mask, keys), k_scale, v_scale, k_mean,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
+        keys.turns if keys.turns is not None else torch.zeros(1, dtype=torch.int32, device=q.device),
         *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
         abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
-        request.gqa_ratio, q_len, keys.length, turns,
+        request.gqa_ratio, q_len, keys.length, number,
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip

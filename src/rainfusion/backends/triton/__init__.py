@@ -125,8 +125,8 @@ def triton_version() -> str:
 # stages
 
 
-def prepare(request: Request) -> Keys:
-    """k and v in block order. Without an order, a mask or stand-ins nothing is copied.
+def prepare(request: Request, turns: Tensor | None = None) -> Keys:
+    """k and v in block order. Without an order, a mask or stand-ins nothing is copied, and `turns` is not made 0.
 
     One mean of each block is found on the way; the means of k and v that stand in for skipped blocks follow the last
     block, from NK * block_size on.
@@ -154,7 +154,7 @@ def prepare(request: Request) -> Keys:
     spreads = new_spreads(request)
     launch(
         blocks.gather_kernel, batch * heads * layout.num_blocks,
-        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads,
+        k, v, layout.order, None if keep is None else as_bytes(keep), k_out, v_out, means, spreads, turns,
         *row_strides(k, v), heads, length, layout.num_blocks, spare,
         UNIT=row_unit(k), D=head_dim, D_PAD=_padded(head_dim), BLOCK=layout.block_size,
         HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, POOL=parts == 1, STAND_INS=stand_ins,
@@ -162,7 +162,7 @@ def prepare(request: Request) -> Keys:
     )  # fmt: skip
     if parts > 1:
         means = block_means(k, layout, keep, parts, dtype)
-    return Keys(k_out, v_out, means, bias, length, weights, spreads=spreads)
+    return Keys(k_out, v_out, means, bias, length, weights, spreads=spreads, turns=turns)
 
 
 def pooled_parts(request: Request) -> int:

@@ -59,7 +59,7 @@ def shift(v_type: torch.dtype) -> int:
     return math.floor(math.log2(LARGEST.get(v_type, 1.0)))
 
 
-def prepare(request: Request, form: Form) -> Keys:
+def prepare(request: Request, form: Form, turns: Tensor | None = None) -> Keys:
     """What `triton.prepare` does, in eight bits: one pass for statistics, a small one, and one that quantises."""
     from rainfusion.backends.triton.kernels import quantise
 
@@ -111,7 +111,7 @@ def prepare(request: Request, form: Form) -> Keys:
     )  # fmt: skip
     launch(
         quantise.channels_kernel, batch * heads,
-        numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, groups,
+        numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, turns, groups,
         D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=k_largest, V_LARGEST=LARGEST.get(form.v),
         num_warps=8,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def prepare(request: Request, form: Form) -> Keys:
         means = triton.block_means(k, layout, keep, parts, dtype)
     elif parts == 0:
         means = None
-    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads)
+    return Keys(k_out, v_out, means, key_bias, length, weights, Scales(k_scale, v_scale, k_mean), spreads, turns)
 
 
 def _together(blocks: int) -> int:

@@ -364,6 +364,8 @@ def _producer(
                 k_desc, v_desc, p_list, boxes, barriers, stage, phase, b, kh, listed, NK, ALL, NS, V_ROWS, KEYS
             )
         turn = following
+    # nobody takes another: each row was followed by one
+    gl.store(turns, 0, mask=turn == gl.num_programs(0) + TURNS - 1)
 
 
 @gluon.jit
@@ -856,7 +858,7 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """Programs take TURNS rows of blocks, 128 queries each, one after the other. KEYS: of a block, 128, 64 or 32.
 
-    turns int32 [1], 0: how many rows were taken beyond the first of each program.
+    turns int32 [1], 0: how many rows were taken beyond the first of each program; 0 again at the end.
     k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or if quantised transposed block by block, [B, Hk, ALL * D, KEYS]
     seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks; v_scale [B, Hk, 2, D_REAL]: of
     channels, and their means, which were subtracted.

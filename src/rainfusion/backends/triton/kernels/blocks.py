@@ -58,7 +58,7 @@ def pool_kernel(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def gather_kernel(
-    k, v, order, keep, k_out, v_out, means, spreads,
+    k, v, order, keep, k_out, v_out, means, spreads, turns,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, H, S, N, SPARE,
     UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr,
     HAS_KEEP: tl.constexpr, POOL: tl.constexpr, STAND_INS: tl.constexpr,
@@ -66,9 +66,11 @@ def gather_kernel(
     """k, v [B, H, S, D] -> [B, H, (N + SPARE) * BLOCK, D] in block order, and k's block means; and spreads.
 
     Rows past the end, and keys that were removed, are zero. STAND_INS: the means of block j are also row
-    N * BLOCK + j, a key and a value like others; SPARE blocks hold them.
+    N * BLOCK + j, a key and a value like others; SPARE blocks hold them. turns: None, or what becomes 0.
     """
     pid = tl.program_id(0).to(tl.int64)
+    if turns is not None:
+        tl.store(turns, 0, mask=pid == 0)
     bh, block = pid // N, pid % N
     b, h = bh // H, bh % H
     o_pos = block * BLOCK + tl.arange(0, BLOCK)

@@ -94,15 +94,18 @@ def _mean(b_sum, tokens):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def channels_kernel(
-    numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, N,
+    numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, turns, N,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, K_LARGEST: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Over the N statistics of a head: the mean of its keys, k_mean fp32 [B, H, D].
 
     With v_sums the scales of its values' channels, and their means, v_scale fp32 [B, H, 2, D]; with k_bounds one scale
     for all its keys, k_scale fp32 [B, H, 1]. K_LARGEST, V_LARGEST: what the types of quantised keys and values reach.
+    turns: None, or what becomes 0.
     """
     bh = tl.program_id(0).to(tl.int64)
+    if turns is not None:
+        tl.store(turns, 0, mask=bh == 0)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     b_k = tl.zeros([D_PAD], tl.float32)
