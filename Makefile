@@ -25,7 +25,7 @@ test-all: lint
 	RAINFUSION_FUZZ=20 $(BIN)/pytest -m "not gpu" --timeout 1800
 
 test-gpu: .venv/ready
-	$(BIN)/pytest -m gpu
+	$(BIN)/python tests/gpu/run.py --only tests
 
 test-hosts:
 	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tests/hosts/run.py $(HOSTS)
