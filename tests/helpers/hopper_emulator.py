@@ -862,6 +862,7 @@ class Kernel:
 
         names: dict[str, Any] = {"__builtins__": {**vars(builtins), "__import__": imported}, "__name__": "emulated"}
         exec(compile(source, str(SOURCE), "exec"), names)
+        self.names = names  # of the source
         self.function = names["hopper_attention_kernel"]
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:

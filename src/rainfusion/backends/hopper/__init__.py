@@ -97,9 +97,9 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         flags = triton.as_bytes(F.pad(biased, (0, spare)) if spare else biased)
     quant = 0 if keys.scales is None else 2 if keys.k.dtype == torch.int8 else 1
     k_scale, v_scale, k_mean = keys.scales or (None, None, None)
-    number = batch * heads * mask.num_q_blocks
+    number, programs = batch * heads * mask.num_q_blocks, _multiprocessors(q.device)
     launch(
-        hopper_attention_kernel, min(number, _multiprocessors(q.device)),
+        hopper_attention_kernel, min(number, programs),
         q, *_descriptors(keys, size, padded, bool(quant)),
         out, lse, mask.counts.contiguous(), mask.indices.contiguous(), rows,
         None if q_layout.is_identity else q_layout.order, keys.bias, flags,
@@ -108,12 +108,22 @@ def attend(request: Request, keys: Keys, mask: BlockMask) -> tuple[Tensor, Tenso
         *triton.row_strides(q, out), rows.stride(0) if rows.dim() == 2 else 0,
         abs(request.scale) * LOG2E, mask.num_q_blocks, mask.num_k_blocks, mask.num_k_blocks + spare, heads,
         request.gqa_ratio, q_len, keys.length, number,
+        # with budgets by head rows of one weigh as much as each other, and one head goes after the other
+        1 if len(request.budgets) > 1 else heads_side_by_side(batch * heads, mask.num_q_blocks, programs),
         D=padded, D_REAL=head_dim, NS=_stages(padded, quant), QUANT=quant, NEGATE=request.scale < 0, KEYS=size,
         num_warps=4,
     )  # fmt: skip
     if lse is not None and (common := _common_bias(request)) is not None:
         lse += common[:, None, None]
     return out, lse
+
+
+def heads_side_by_side(heads: int, rows: int, programs: int) -> int:
+    """How many of the last heads are taken side by side: those with the last three rows of each program.
+
+    All multiprocessors wait for a heavy row that begins last. The first rows of programs are not among them.
+    """
+    return max(1, min(-(-3 * programs // rows), heads - -(-programs // rows)))
 
 
 def _common_bias(request: Request) -> Tensor | None:

@@ -245,6 +245,18 @@ def _row_at(turn, rows, rows_stride, NQ, TURNS):
 
 
 @gluon.jit
+def _next_turn(turn, NQ, TURNS, TOGETHER):
+    """Of the turns NQ * head + rank of a row in its head's schedule, the one that is taken as the turn-th.
+
+    One head goes after the other, since they share what L2 holds; but the last TOGETHER side by side, the heavy rows of
+    all of them first, so that none is left for the end.
+    """
+    last = turn - (TURNS - TOGETHER * NQ)
+    beside = (TURNS // NQ - TOGETHER + last % TOGETHER) * NQ + last // TOGETHER
+    return gl.where((last >= 0) & (turn < TURNS), beside, turn)
+
+
+@gluon.jit
 def _places(bh, H, SHARED):
     """-> batch element, head, key head."""
     h = bh % H
@@ -335,7 +347,7 @@ def _keys_of_tile(t, o_n, p_list, listed, Sk, KEYS: gl.constexpr):
 @gluon.jit
 def _producer(
     k_desc, v_desc, counts, indices, rows, turns, boxes, barriers, hints, rows_stride, NQ, NK, ALL, H, SHARED, TURNS,
-    NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr,
+    TOGETHER, NS: gl.constexpr, V_ROWS: gl.constexpr, STAND_INS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     s_turn, told, heard = hints
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -346,6 +358,7 @@ def _producer(
     turn = gl.program_id(0)
     while turn < TURNS:
         following = gl.num_programs(0) + gl.atomic_add(turns, 1, sem="relaxed")
+        following = _next_turn(following, NQ, TURNS, TOGETHER)
         mbarrier.wait(heard.index(slot), slot_phase ^ 1)
         s_turn.index(slot).store(gl.full([1], 0, gl.int32, ONE) + following)
         mbarrier.arrive(told.index(slot), count=1)
@@ -852,12 +865,13 @@ def _consumer(
 def hopper_attention_kernel(
     q, k_desc, v_desc, out, lse, counts, indices, rows, order, bias, flags, stand_ins, k_scale, v_scale, k_mean, turns,
     q_stride_b, q_stride_h, q_stride_s, out_stride_b, out_stride_h, out_stride_s,
-    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS,
+    rows_stride, scale_log2, NQ, NK, ALL, H, SHARED, Sq, Sk, TURNS, TOGETHER,
     D: gl.constexpr, D_REAL: gl.constexpr, NS: gl.constexpr, QUANT: gl.constexpr, NEGATE: gl.constexpr,
     KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Programs take TURNS rows of blocks, 128 queries each, one after the other. KEYS: of a block, 128, 64 or 32.
 
+    The rows of the last TOGETHER heads, which come after the first row of each program, go side by side.
     turns int32 [1], 0: how many rows were taken beyond the first of each program; 0 again at the end.
     k_desc [B, Hk, ALL * KEYS, D]; v_desc the same, or if quantised transposed block by block, [B, Hk, ALL * D, KEYS]
     seen as rows of 128 bytes. k_scale [B, Hk, ALL], or [B, Hk] for finer blocks; v_scale [B, Hk, 2, D_REAL]: of
@@ -933,7 +947,7 @@ def hopper_attention_kernel(
             )),
             (_producer, (
                 k_desc, v_desc, counts, indices, rows, turns, boxes, barriers, hints, rows_stride, NQ, NK, ALL, H,
-                SHARED, TURNS, NS, V_ROWS, stand_ins is not None, KEYS,
+                SHARED, TURNS, TOGETHER, NS, V_ROWS, stand_ins is not None, KEYS,
             )),
         ],
         [4, 1],
