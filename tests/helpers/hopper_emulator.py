@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -38,6 +38,7 @@ TYPES = {
 NAMES = {kind: name for name, kind in TYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 SOURCE = Path(__file__).parents[2] / "src/rainfusion/backends/hopper/kernels/attention.py"
+SHARED_BYTES = 227 * 1024  # that a program may have
 LONGEST = 120.0  # seconds without a step, of a program that does not end
 
 
@@ -211,10 +212,18 @@ def addresses(shape: list[int], size: int, layout: Any) -> torch.Tensor:
     return (of_parts + at).reshape(shape)
 
 
+class Buffer:
+    """Shared memory. by_lanes: what they wrote last, of which tensor cores know nothing before the next fence."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.zeros(size, dtype=torch.uint8)
+        self.by_lanes = torch.zeros(size, dtype=torch.bool)
+
+
 class Shared:
     """A view of a buffer. at: bytes, of each element."""
 
-    def __init__(self, buffer: torch.Tensor, kind: Any, at: torch.Tensor, layout: Any) -> None:
+    def __init__(self, buffer: Buffer, kind: Any, at: torch.Tensor, layout: Any) -> None:
         self.buffer, self.dtype, self.at, self.layout = buffer, kind, at, layout
 
     @property
@@ -238,19 +247,20 @@ class Shared:
 
     def _reinterpret(self, kind: Any, shape: list[int], layout: Any) -> "Shared":
         at = addresses(shape, TYPES[kind].itemsize, layout)
-        assert at.numel() * TYPES[kind].itemsize == self.buffer.numel()
+        assert at.numel() * TYPES[kind].itemsize == self.buffer.bytes.numel()
         return Shared(self.buffer, kind, at, layout)
 
     def load(self, layout: Any = None) -> Value:
-        found = self.buffer.view(BITS[self.size])[self.at // self.size]
+        found = self.buffer.bytes.view(BITS[self.size])[self.at // self.size]
         return Value(found.view(TYPES[self.dtype]), layout)
 
-    def store(self, x: Value) -> None:
+    def store(self, x: Value, by_lanes: bool = True) -> None:
         assert x.shape == self.shape and x.dtype == self.dtype
-        self.buffer.view(BITS[self.size])[self.at // self.size] = bits(x.data)
+        self.buffer.bytes.view(BITS[self.size])[self.at // self.size] = bits(x.data)
+        self.buffer.by_lanes[self.at] = by_lanes
 
     def forget(self) -> None:
-        self.store(Value(garbage(self.shape, TYPES[self.dtype])))
+        self.store(Value(garbage(self.shape, TYPES[self.dtype])), by_lanes=False)
 
 
 class Barrier:
@@ -280,17 +290,20 @@ class Barriers:
 
 
 class Task:
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function, self.args = function, args
+    """Warps of a program that do the same. number: of the program."""
+
+    def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.number, self.function, self.args = number, function, args
         self.ready: Callable[[], bool] = lambda: True
         self.go, self.done = threading.Semaphore(0), False
         self.error: BaseException | None = None
         self.products: list[Product] = []  # tensor cores', under way
-        self.fetched: list[Callable[[], None]] = []  # copies by lanes, under way
+        self.fetched: list[Callable[[], None]] = []  # copies by lanes, before they are a group
+        self.groups: list[list[Callable[[], None]]] = []
 
 
 class Machine:
-    """One program: tasks of which one runs at a time, and copies that arrive in between."""
+    """All programs of a launch: tasks of which one runs at a time, and copies that arrive in between."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -306,9 +319,8 @@ class Machine:
         task: Task = self.local.task
         return task
 
-    def run(self, parts: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        self.tasks = [Task(*part) for part in parts]
-        self.speeds = [1] * (1 + len(parts))
+    def run(self) -> None:
+        self.speeds = [1] * (1 + len(self.tasks))
         threads = [threading.Thread(target=self._live, args=(task,), daemon=True) for task in self.tasks]
         for thread in threads:
             thread.start()
@@ -321,7 +333,8 @@ class Machine:
                 task.go.release()
                 thread.join(LONGEST)
         assert not self.copies, "copies that nobody waited for"
-        assert not any(task.products or task.fetched for task in self.tasks), "work that nobody waited for"
+        left = (task.products or task.fetched or task.groups for task in self.tasks)
+        assert not any(left), "work that nobody waited for"
 
     def _step(self) -> None:
         choices: list[Any] = [task for task in self.tasks if not task.done and task.ready()]
@@ -330,7 +343,8 @@ class Machine:
             raise RuntimeError("deadlock: every warp waits for a barrier")
         if self.random.random() < 0.05:  # for a while some are much faster than others
             self.speeds = self.random.choices([1, 10, 1000], k=1 + len(self.tasks))
-        weights = [self.speeds[-1 if task is None else self.tasks.index(task)] for task in choices]
+        speeds = dict(zip([*self.tasks, None], self.speeds, strict=True))
+        weights = [speeds[task] for task in choices]
         task = self.random.choices(choices, weights)[0]
         if task is None:
             self.copies.pop(self.random.randrange(len(self.copies)))()
@@ -369,9 +383,14 @@ class _Stopped(Exception):
 
 
 class Product:
-    """Of tensor cores, computed when it is waited for. sums: how they add up, see `Sums`."""
+    """Of tensor cores, computed until it is waited for. sums: how they add up, see `Sums`."""
 
     def __init__(self, a: Any, b: Shared, start: Value, use_start: Any, sums: "Sums") -> None:
+        for x in (a, b):
+            if isinstance(x, Shared):
+                assert not x.buffer.by_lanes[x.at].any(), "lanes wrote it, and no fence followed"
+        if b.size == 1:
+            assert int(b.at[1, 0] - b.at[0, 0]) == 1, "eight bits: what is summed over lies side by side"
         self.a, self.b, self.start, self.use_start, self.sums = a, b, start, bool(use_start), sums
         self.result: Value | None = None
 
@@ -656,23 +675,21 @@ def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     pointer.memory[at[mask]] = as_value(x).data.to(pointer.memory.dtype).broadcast_to(at.shape)[mask]
 
 
-class Program(NamedTuple):
-    """What a kernel may ask of the one that it is, and of all."""
-
-    number: int
-    programs: int
-    machine: Machine
-    sums: Sums
-
-
 class Language:
-    """`gluon.language`, and what the kernel imports beside it. program: the one that runs."""
+    """`gluon.language`, and what the kernel imports beside it, for one launch after the other."""
 
-    program: Program
+    def __init__(self, sums: Sums) -> None:
+        self.sums = sums
 
-    @property
-    def machine(self) -> Machine:
-        return self.program.machine
+    def start(self, programs: int, seed: int) -> None:
+        self.programs, self.machine = programs, Machine(seed)
+        self.buffers: list[list[Buffer]] = []  # of each program
+
+    def set_up(self, number: int) -> None:
+        """What follows is done by a program before its warps go their ways."""
+        self.number = number
+        self.buffers.append([])
+        self.room = SHARED_BYTES
 
     def module(self) -> SimpleNamespace:
         kinds = {str(name): getattr(real, name) for name in ("float32", "float16", "bfloat16", "float8e4nv")}
@@ -685,8 +702,8 @@ class Language:
             **kinds,
             **{name: getattr(real, name) for name in layouts},
             constexpr=lambda x: x, static_range=range, to_tensor=as_value,
-            program_id=lambda axis: as_value(self.program.number),
-            num_programs=lambda axis: as_value(self.program.programs),
+            program_id=lambda axis: as_value(self.machine.task.number),
+            num_programs=lambda axis: as_value(self.programs),
             arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32), layout),
             full=lambda shape, x, kind, layout: Value(torch.full(shape, x, dtype=TYPES[kind]), layout),
             zeros=lambda shape, kind, layout: Value(torch.zeros(shape, dtype=TYPES[kind]), layout),
@@ -705,7 +722,7 @@ class Language:
         """What each name that begins with `triton` is."""
         language = self.module()
         hopper = SimpleNamespace(
-            fence_async_shared=lambda: None, warpgroup_mma=self._product, warpgroup_mma_wait=self._wait_for_products,
+            fence_async_shared=self._fence, warpgroup_mma=self._product, warpgroup_mma_wait=self._wait_for_products,
             mbarrier=SimpleNamespace(
                 MBarrierLayout=lambda: "barriers", init=self._init, wait=self._wait, arrive=self._arrive,
                 expect=self._expect,
@@ -713,7 +730,7 @@ class Language:
             tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
         )  # fmt: skip
         lanes = SimpleNamespace(
-            async_copy_global_to_shared=self._fetch, commit_group=lambda: None, wait_group=self._wait_for_fetched
+            async_copy_global_to_shared=self._fetch, commit_group=self._commit, wait_group=self._wait_for_groups
         )
         return {
             "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=_jit)),
@@ -723,15 +740,19 @@ class Language:
         }
 
     def _atomic_add(self, pointer: Pointer, x: int, sem: str) -> Value:
+        self.machine.wait()
         before = _load(pointer)
         _store(pointer, before + x)
         return before
 
     def _allocate(self, kind: Any, shape: list[int], layout: Any, value: Value | None = None) -> Any:
+        size = TYPES[kind].itemsize
+        self.room -= math.prod(shape) * size
+        assert self.room >= 0, "more shared memory than there is"
         if layout == "barriers":
             return Barriers(shape)
-        size = TYPES[kind].itemsize
-        buffer = torch.zeros(math.prod(shape) * size, dtype=torch.uint8)
+        buffer = Buffer(math.prod(shape) * size)
+        self.buffers[self.number].append(buffer)
         made = Shared(buffer, kind, addresses(list(shape), size, layout), layout)
         if value is None:
             made.forget()
@@ -741,7 +762,12 @@ class Language:
 
     def _specialize(self, parts: list[Any], warps: list[int], registers: list[int]) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
-        self.machine.run(parts)
+        self.machine.tasks += [Task(self.number, *part) for part in parts]
+
+    def _fence(self) -> None:
+        number = getattr(self.machine.local, "task", self).number
+        for buffer in self.buffers[number]:
+            buffer.by_lanes.zero_()
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
@@ -767,12 +793,13 @@ class Language:
         target.forget()
 
         def arrive() -> None:
-            target.store(Value(box.read(places).reshape(target.shape)))
+            target.store(Value(box.read(places).reshape(target.shape)), by_lanes=False)
             barrier.bytes -= box.block_type.nbytes
             assert barrier.bytes >= 0, "more bytes than were expected"
             barrier.check()
 
         assert target.shape == box.block_type.shape and target.layout == box.layout
+        assert int(target.at.min()) % max(16, 8 * box.layout.swizzle_byte_width) == 0, "it would be swizzled otherwise"
         self.machine.copies.append(arrive)
         self.machine.wait()
 
@@ -782,14 +809,20 @@ class Language:
         task = self.machine.task
         task.fetched.append(lambda: target.store(_load(pointer, mask, 0.0)))
 
-    def _wait_for_fetched(self, outstanding: int) -> None:
-        fetched = self.machine.task.fetched
-        while len(fetched) > outstanding:
-            fetched.pop(0)()
+    def _commit(self) -> None:
+        task = self.machine.task
+        task.groups.append(task.fetched)
+        task.fetched = []
+
+    def _wait_for_groups(self, outstanding: int) -> None:
+        groups = self.machine.task.groups
+        while len(groups) > outstanding:
+            for fetch in groups.pop(0):
+                fetch()
 
     def _product(self, a: Any, b: Shared, start: Value, use_acc: Any, is_async: bool) -> Product:
         assert is_async
-        product = Product(a, b, start, use_acc, self.program.sums)
+        product = Product(a, b, start, use_acc, self.sums)
         self.machine.task.products.append(product)
         if self.machine.random.random() < 0.5:  # as soon as it may be, or as late
             product.finish()
@@ -801,8 +834,8 @@ class Language:
             product = under_way.pop(0)
             if product.result is None:
                 product.finish()
+        assert not any(x in under_way for x in deps), "a product that is still under way"
         results = tuple(x.result for x in deps)
-        assert all(x is not None for x in results), "a product that is still under way"
         return results if len(results) > 1 else results[0]
 
 
@@ -821,6 +854,9 @@ class Box:
         base = descriptor.base
         shape = list(descriptor.block_shape)
         block = SimpleNamespace(shape=shape, nbytes=math.prod(shape) * base.element_size())
+        steps = [stride * base.element_size() for stride in descriptor.strides[:-1]]
+        assert base.data_ptr() % 16 == 0 and descriptor.strides[-1] == 1 and max(shape) <= 256
+        assert all(step > 0 and step % 16 == 0 for step in steps), f"the copy engine has no steps of {steps} bytes"
         return cls(base, list(descriptor.shape), list(descriptor.strides), descriptor.layout, block)
 
     @property
@@ -852,8 +888,8 @@ class Kernel:
     """Launched as the real one is."""
 
     def __init__(self, seed: int, sums: Sums, source: str) -> None:
-        self.seed, self.sums = seed, sums
-        self.language = Language()
+        self.seed = seed
+        self.language = Language(sums)
         self.launched = 0
         fakes = self.language.imports()
 
@@ -869,10 +905,11 @@ class Kernel:
         def run(*args: Any, **constants: Any) -> None:
             self.launched += 1
             given = [self._argument(x) for x in args]
+            self.language.start(grid[0], self.seed)
             for number in range(grid[0]):
-                machine = Machine(hash((self.seed, number)))
-                self.language.program = Program(number, grid[0], machine, self.sums)
+                self.language.set_up(number)
                 self.function(*given, **constants)
+            self.language.machine.run()
 
         return run
 
