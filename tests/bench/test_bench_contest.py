@@ -26,11 +26,11 @@ def test_work_is_counted_on_the_kept_blocks():
 
 def test_baselines_say_why_they_do_not_run_on_a_cpu():
     q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16)
-    everyone = (*baselines.DENSE, *baselines.SPARSE, *baselines.SAME_BLOCKS)
+    everyone = (*baselines.DENSE, *baselines.SPARSE, *baselines.SLOW_TO_COMPILE)
     reasons = {baseline.name: baseline.why_not(q) for baseline in everyone}
     assert reasons.pop("torch") is None
     assert ", ".join(reasons) == (
-        "cuDNN, FlashAttention, FlashAttention-3, FlashAttention-4, SageAttention, SpargeAttn, FlexAttention, "
+        "cuDNN, FlashAttention, FlashAttention-3, SageAttention, SpargeAttn, FlexAttention, FlashAttention-4, "
         "FlashAttention-4 blocks"
     )
     assert set(reasons.values()) == {"needs a CUDA device, got cpu tensors"}
@@ -39,11 +39,14 @@ def test_baselines_say_why_they_do_not_run_on_a_cpu():
 def test_a_library_that_cannot_be_imported_is_a_reason_and_no_exception(tmp_path, monkeypatch):
     (tmp_path / "half_built.py").write_text("raise OSError('undefined symbol: _ZN3c10')")
     (tmp_path / "renamed.py").write_text("attention = print")
+    (tmp_path / "half_installed").mkdir()
+    (tmp_path / "half_installed/__init__.py").write_text("import what_it_depends_on")
     monkeypatch.syspath_prepend(tmp_path)
     assert baselines._not_importable("not_there_at_all", "f") == "not_there_at_all is not installed"
     assert baselines._not_importable("not_there_at_all.part", "f") == "not_there_at_all.part is not installed"
     assert "OSError: undefined symbol" in baselines._not_importable("half_built", "f")
     assert "OSError: undefined symbol" in baselines._not_importable("half_built.part", "f")
+    assert "No module named 'what_it_depends_on'" in baselines._not_importable("half_installed.part", "f")
     assert baselines._not_importable("renamed", "attend") == "renamed has no attend"
     assert baselines._not_importable("renamed", "attention") is None
 

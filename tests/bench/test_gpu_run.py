@@ -1,15 +1,21 @@
 """`tests/gpu/run.py`: that it deals out tests and says what it found; without a GPU."""
 
+import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from made_up import A_ROW
 
 from helpers import ROOT
+from rainfusion.bench import models, results
 
 SCRIPT = ROOT / "tests/gpu/run.py"
+MEASURED = ROOT / "benchmarks/results/end_to_end.csv"
 TESTS = """
 import pytest
 pytestmark = pytest.mark.gpu
@@ -53,9 +59,50 @@ def test_a_process_that_is_killed_does_not_pass(tests, tmp_path):
     assert done.returncode == 1 and "did not run in time" in done.stdout, done.stdout
 
 
+def test_a_file_that_cannot_be_imported_does_not_pass(tests, tmp_path):
+    tests.write_text(TESTS.format(fails_from=5))
+    broken = tests.with_name("test_broken.py")
+    broken.write_text("import not_there_at_all\n")
+    done = run("--only", "tests", "--tests", tests, broken, "--processes", 2, "--out", tmp_path / "found")
+    assert done.returncode == 1 and "could not be collected" in done.stdout
+    assert "not_there_at_all" in (tmp_path / "found/tests.txt").read_text()
+
+
+def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    script = load_script()
+    child = tmp_path / "child"
+    step = script.Step("slow", 1.0, (("sh", "-c", f"sh -c 'sleep 3; touch {child}' & wait"),))
+    passed, _ = script.run_commands(step, 1.0, tmp_path / "log.txt")
+    assert not passed and "it took too long" in (tmp_path / "log.txt").read_text()
+    time.sleep(3.5)
+    assert not child.exists()
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("run_on_a_gpu", SCRIPT)
+    sys.modules[spec.name] = script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_lines_for_the_table_are_those_with_figures():
+    lines = {step.name: step.lines for step in load_script().STEPS}
+    wan = [row for row in results.read(MEASURED, models.ModelRow) if row.model == "wan2.2-a14b"]
+    assert wan
+    said = {
+        "memcheck": ["========= ERROR SUMMARY: 0 errors"],
+        "stages": ["hopper kernel, fp8, 20% of the blocks, 128 keys each: 18.600 ms, 1257 TFLOP/s (best 1300)"],
+        "calls": results.format_rows([A_ROW]).splitlines()[-1:],
+        "models": models.format_rows(wan).splitlines()[-len(wan) :],
+    }
+    for name, rows in said.items():
+        assert all(re.fullmatch(lines[name], row) for row in rows), (name, rows)
+    assert not re.fullmatch(lines["calls"], "measuring hopper call in fp8")
+
+
 def test_what_does_not_fit_in_is_left_out(tmp_path):
     done = run("--only", "memcheck", "models", "--minutes", 1, "--out", tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == 1  # nothing was shown
     assert "memcheck   left out" in done.stdout and "models     left out" in done.stdout
 
 
@@ -68,12 +115,7 @@ def test_a_program_that_is_not_there_is_a_failure(tmp_path):
 
 def test_its_steps_are_commands_that_there_are():
     """Their options, as the programs know them."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        import run as script
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    commands = [command for step in script.STEPS for command in step.commands]
+    commands = [command for step in load_script().STEPS for command in step.commands]
     assert len(commands) >= 8
     for command in commands:
         words = list(command)

@@ -76,7 +76,7 @@ class Keys(NamedTuple):
     weights: Tensor | None = None  # fp32 or fp16 [B or 1, whole blocks of means] of stand-ins: log2 of their keys
     scales: Scales | None = None  # if quantised
     spreads: Tensor | None = None  # fp32 [B, Hk, NK], with predictor="spread"
-    turns: Tensor | None = None  # int32 [1], 0: for a kernel that counts what its programs take
+    turns: Tensor | None = None  # int32 [1], 0 but while a kernel counts what its programs take: one at a time
 
 
 class Speed(NamedTuple):

@@ -132,7 +132,7 @@ def measure(
     )
     contest.make_inputs(shape.batch if batch is None else batch, shape.heads if heads is None else heads, seed)
     contest.enter_ours(backend, precisions)
-    for baseline in (*baselines.DENSE, *baselines.SPARSE, *(baselines.SAME_BLOCKS if flex else ())):
+    for baseline in (*baselines.DENSE, *baselines.SPARSE, *(baselines.SLOW_TO_COMPILE if flex else ())):
         contest.enter(baseline)
     contest.reference = None
     contest.contenders.sort(

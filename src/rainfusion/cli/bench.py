@@ -111,7 +111,7 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--flex",
         action="store_true",
-        help="also FlexAttention and, if installed, FlashAttention-4 over the same blocks (CUDA; slow to compile)",
+        help="also FlexAttention and, if installed, FlashAttention-4, dense and sparse (CUDA; slow to compile)",
     )
     what.add_argument("--seed", type=int, default=0, help="of the synthetic video or of the weights (default: 0)")
     sweeps = "sparsity: 0 to 0.95 on the shapes named (default: wan-480p); tokens: 2k to 150k, 12 heads, sparsity 0.8"

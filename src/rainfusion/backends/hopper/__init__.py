@@ -60,7 +60,7 @@ def why_not(call: Call, shapes: Shapes) -> str | None:
 
 
 def prepare(request: Request) -> Keys:
-    """What `triton.prepare` does, and quantises. A pass makes the counter of rows 0: so that takes no launch."""
+    """What `triton.prepare` does, and quantises. If there is a pass, it makes the counter of rows 0 on the way."""
     precision = request.method.precision
     turns = request.q.new_empty(1, dtype=torch.int32)
     if precision == "native":
