@@ -42,14 +42,19 @@ def rounded(x: Tensor) -> Tensor:
     return x.float().to(torch.float8_e4m3fn).double()
 
 
+def one_step(p: Tensor, v: Tensor, total: Tensor) -> Tensor:
+    """total + p @ v of one instruction's keys, each product and the total cut off behind the largest of them."""
+    products = p[:, :, None] * v[None]
+    largest = torch.maximum(products.abs().amax(1), total.abs()).clamp(min=1e-300)
+    unit = torch.exp2(largest.log2().floor() - _BITS)
+    return ((products / unit[:, None]).trunc().sum(1) + (total / unit).trunc()) * unit
+
+
 def added(p: Tensor, v: Tensor) -> Tensor:
     """p [R, N] @ v [N, D] in sums of 14 bits."""
     total = p.new_zeros(p.shape[0], v.shape[1])
     for keys in torch.arange(p.shape[1]).split(_STEP):
-        products = p[:, keys, None] * v[None, keys]
-        largest = torch.maximum(products.abs().amax(1), total.abs()).clamp(min=1e-300)
-        unit = torch.exp2(largest.log2().floor() - _BITS)
-        total = ((products / unit[:, None]).trunc().sum(1) + (total / unit).trunc()) * unit
+        total = one_step(p[:, keys], v[keys], total)
     return total
 
 

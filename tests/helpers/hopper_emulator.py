@@ -30,6 +30,8 @@ from unittest import mock
 import torch
 from triton.experimental.gluon import language as real
 
+from helpers import benchmarks
+
 TYPES = {
     real.float32: torch.float32, real.float16: torch.float16, real.bfloat16: torch.bfloat16,
     real.float8e4nv: torch.float8_e4m3fn, real.int8: torch.int8, real.int16: torch.int16, real.int32: torch.int32,
@@ -144,13 +146,12 @@ def _divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="trunc")
 
 
-for _name, _function in dict(
-    add=torch.add, sub=torch.sub, mul=torch.mul, truediv=torch.true_divide, floordiv=_divided, mod=torch.fmod,
-    xor=torch.bitwise_xor, rshift=torch.bitwise_right_shift, lt=torch.lt, le=torch.le, gt=torch.gt,
-    ge=torch.ge, eq=torch.eq, ne=torch.ne,
-).items():  # fmt: skip
-    _binary(_name, _function)
-for _name, _function in (("and", torch.bitwise_and), ("or", torch.bitwise_or)):
+for _name, _function in {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.true_divide, "floordiv": _divided,
+    "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "rshift": torch.bitwise_right_shift, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+    "eq": torch.eq, "ne": torch.ne,
+}.items():  # fmt: skip
     _binary(_name, _function)
 
 
@@ -418,12 +419,8 @@ def exact_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> torch.T
     return start + a @ b
 
 
-def sums_of_14_bits(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """As a Hopper GPU adds up products of eight bits: cut off at the 13th bit behind the largest of them."""
-    products = a[:, :, None] * b[None]
-    largest = torch.maximum(products.abs().amax(1), start.abs()).clamp(min=1e-300)
-    unit = torch.exp2(largest.log2().floor() - 13)
-    return ((products / unit[:, None]).trunc().sum(1) + (start / unit).trunc()) * unit
+# as a Hopper GPU adds up products of eight bits
+sums_of_14_bits: Sums = benchmarks.load("accumulators").one_step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -868,16 +865,11 @@ class Box:
         found = torch.zeros(shape, dtype=BITS[self.base.element_size()])
         begin = [max(0, x) for x in at]
         end = [min(x + n, size) for x, n, size in zip(at, shape, self.sizes, strict=True)]
-        whole = bits_of(self.base).as_strided(self.sizes, self.strides, self.base.storage_offset())
+        whole = self.base.view(found.dtype).as_strided(self.sizes, self.strides, self.base.storage_offset())
         part = whole[tuple(slice(x, max(x, y)) for x, y in zip(begin, end, strict=True))]
         inside = tuple(slice(x - y, x - y + n) for x, y, n in zip(begin, at, part.shape, strict=True))
         found[inside] = part
         return found.view(self.base.dtype)
-
-
-def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as numbers that every operation of torch takes."""
-    return x.view(BITS[x.element_size()])
 
 
 def _jit(function: Any = None, **options: Any) -> Any:
