@@ -99,7 +99,7 @@ class _Result(NamedTuple):
 class Recording:
     """What a call launched. The values of its arguments are places, boxes and constants, each of them once.
 
-    Bases of places: q, k, v, its results, the memory between, and the budget.
+    Bases of places: what comes (`_given`), its results, the memory between, and the budget.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Recording:
         between = torch.empty(self._size, dtype=torch.uint8, device=on)
         if self._zeros:
             between[: self._zeros].zero_()
-        bases = [x.data_ptr() for x in (*inputs[:3], *results, between)]
+        bases = [x.data_ptr() for x in (*_given(inputs), *results, between)]
         bases.append(budget)
         values: list[Any] = [bases[base] + offset for base, offset in self._places]
         for (base, offset), shape, strides, padding in self._boxes:
@@ -135,6 +135,12 @@ class Recording:
         for run, programs, function, packed, arguments in self._launches:
             run(programs, 1, 1, stream, function, packed, None, None, None, *arguments(values))
         return results
+
+
+def _given(inputs: Inputs) -> tuple[Tensor, ...]:
+    """What comes with a call: q, k, v, and the lists of a given mask."""
+    mask = inputs.mask
+    return inputs[:3] if mask is None else (*inputs[:3], mask.counts, mask.indices)
 
 
 def launch(kernel: Any, programs: int, *args: Any, budget: Any = None, **options: Any) -> None:
@@ -157,14 +163,15 @@ def again(inputs: Inputs, plan: Plan) -> Attended | None:
     found = _known.get(_key(inputs, plan))
     if not isinstance(found, Recording) or _watched():
         return None
-    return _attended(found.run(inputs, device, plan.budgets[0] if plan.budgets else 0), plan)
+    return _attended(found.run(inputs, device, plan.budgets[0] if plan.budgets else 0), plan, inputs.mask)
 
 
-def _attended(results: list[Tensor], plan: Plan) -> Attended:
-    """From what `finish` was told, in its order."""
+def _attended(results: list[Tensor], plan: Plan, mask: BlockMask | None = None) -> Attended:
+    """From what `finish` was told, in its order; the mask is that which was given, if one was."""
     out, *others = results
     lse = others.pop(0) if plan.call.return_lse else None
-    mask = unchecked(others[0], others[1], plan.method.block_size) if others else None
+    if others:
+        mask = unchecked(others[0], others[1], plan.method.block_size)
     return Attended(out, lse, mask)
 
 
@@ -176,7 +183,7 @@ def recorded(inputs: Inputs, plan: Plan | None) -> Iterator[Callable[[Tensor, Te
     if plan is None or seen not in (_SEEN_ONCE, _FAILED_ONCE):
         yield lambda out, lse, mask: None
         return
-    wants_mask, recorder = plan.call.return_mask, _Recorder(inputs)
+    wants_mask, recorder = plan.call.return_mask and inputs.mask is None, _Recorder(inputs)
     _local.recorder = recorder
     found: Recording | None = None
 
@@ -206,11 +213,11 @@ def _seen(key: Any) -> Recording | str | None:
         return seen
 
 
-def could_repeat(method: Method, shapes: Shapes) -> bool:
+def could_repeat(method: Method, shapes: Shapes, given_mask: bool = False) -> bool:
     """Whether calls of kernels that Triton launches can be repeated, as far as this tells."""
-    if shapes.device.type != "cuda" or torch.version.hip is not None:
+    if shapes.device.type != "cuda" or torch.version.hip is not None or shapes.has_key_mask or shapes.is_empty:
         return False
-    if shapes.has_key_mask or shapes.is_empty or method.strategy != "rf_v2" or method.target_error is not None:
+    if not given_mask and (method.strategy != "rf_v2" or method.target_error is not None):
         return False
     if 2 * math.prod(shapes.k) * shapes.dtype.itemsize > MOST_BYTES:  # k and v in order are most of it
         return False
@@ -220,9 +227,9 @@ def could_repeat(method: Method, shapes: Shapes) -> bool:
 
 
 def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
-    if plan.backend not in ("hopper", "triton") or inputs.mask is not None:
+    if plan.backend not in ("hopper", "triton") or is_capturing(inputs.q.device) or _watched():
         return False
-    return could_repeat(plan.method, plan.shapes) and not is_capturing(inputs.q.device) and not _watched()
+    return could_repeat(plan.method, plan.shapes, plan.call.given_mask)
 
 
 def _watched() -> bool:
@@ -239,10 +246,10 @@ def _watched() -> bool:
 
 def _key(inputs: Inputs, plan: Plan) -> Any:
     """All that launches depend on: the kind of plan; where tensors lie apart, together, and at multiples of what."""
-    q, k, v = inputs[:3]
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    aligned = (at_q % 16, at_k % 16, at_v % 16, at_q == at_k, at_k == at_v, at_q == at_v)
-    return plan.kind, q.stride(), k.stride(), v.stride(), aligned
+    given = _given(inputs)
+    at = [x.data_ptr() for x in given]
+    lie = [(x.stride(), x.dtype, address % 16) for x, address in zip(given, at, strict=True)]
+    return plan.kind, tuple(lie), tuple(map(at.index, at))
 
 
 class _Recorder(TorchDispatchMode):
@@ -254,8 +261,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._inputs = [x.data_ptr() for x in inputs[:3]]
-        self._of_inputs = {x.untyped_storage().data_ptr() for x in inputs[:3]}
+        self._inputs = [x.data_ptr() for x in _given(inputs)]
+        self._of_inputs = {x.untyped_storage().data_ptr() for x in _given(inputs)}
         self._allocated: dict[int, Tensor] = {}  # by the address of its memory; kept, so that none is used twice
         self._zeros: set[int] = set()  # of these, the ones that are 0 at first
         self._told: list[tuple[Any, Any, int, tuple[Any, ...], dict[str, Any], str | None]] = []
@@ -317,6 +324,7 @@ class _Recorder(TorchDispatchMode):
             offsets[at] = size
             size += -(-sizes[at] // _ALIGNED) * _ALIGNED
             zeros = size if at in self._zeros else zeros
+        first = len(self._inputs)  # of the bases after what came
         kept: list[Tensor] = []
         places: dict[_Place, int] = {}
         boxes: list[_Box] = []
@@ -328,9 +336,9 @@ class _Recorder(TorchDispatchMode):
             if x.data_ptr() in self._inputs:
                 return _Place(self._inputs.index(x.data_ptr()), 0)
             if memory in at_results:
-                return _Place(3 + at_results.index(memory), x.data_ptr() - memory)
+                return _Place(first + at_results.index(memory), x.data_ptr() - memory)
             if memory in offsets:
-                return _Place(3 + len(results), offsets[memory] + x.data_ptr() - memory)
+                return _Place(first + len(results), offsets[memory] + x.data_ptr() - memory)
             if memory in self._of_inputs:
                 self._other = "a part of the inputs"
             kept.append(x)
@@ -338,7 +346,7 @@ class _Recorder(TorchDispatchMode):
 
         def value(x: Any, is_budget: bool) -> tuple[str, int]:
             """In which list it is, and where there."""
-            found = _Place(4 + len(results), 0) if is_budget else None
+            found = _Place(first + len(results) + 1, 0) if is_budget else None
             if isinstance(x, Tensor):
                 found, x = place(x), x.data_ptr()
             elif hasattr(x, "block_shape"):  # a descriptor

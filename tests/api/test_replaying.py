@@ -256,6 +256,52 @@ def test_a_mask_is_a_result_of_its_own():
         torch.testing.assert_close(out, q + k + 2 * v)
 
 
+def given_mask(shape=(1, 1, 2, 8)):
+    """Its numbers have the bits of floats, which is what the kernel here reads."""
+    lists = (torch.randn(size).view(torch.int32) for size in (shape[:3], shape))
+    return BlockMask(*lists)
+
+
+@pytest.mark.parametrize("return_mask", [False, True])
+def test_a_given_mask_comes_as_q_does_and_goes_back_to_who_gave_it(return_mask):
+    kernel, plan = Kernel(), Plan(return_mask)
+    for i in range(5):
+        inputs = tensors(1, 1, 4, 4)._replace(mask=given_mask())
+        counts, indices = inputs.mask.counts, inputs.mask.indices
+        found = replaying._known.get(replaying._key(inputs, plan))
+        assert isinstance(found, replaying.Recording) == (i > 1)
+        if isinstance(found, replaying.Recording):
+            result = replaying._attended(found.run(inputs, None), plan, inputs.mask)
+            assert result.mask is inputs.mask
+            out = result.out
+        else:
+            with replaying.recorded(inputs, plan) as finish:
+                between, out = torch.empty(16), torch.empty_like(inputs.q)
+                launch(kernel, 1, inputs.q, indices, between, factor=1.0, N=16)
+                launch(kernel, 2, counts, between, out, factor=1.0, N=2)
+                launch(kernel, 3, between, inputs.k, out, factor=1.0, N=16)
+                finish(out, None, inputs.mask)
+        torch.testing.assert_close(out, inputs.q + indices.view(torch.float32).view_as(inputs.q) + inputs.k)
+    assert kernel.runs == [1, 2, 3] * 3
+    assert not found._kept
+
+
+@pytest.mark.parametrize("what", ["stride", "dtype", "alias"])
+def test_a_mask_that_lies_otherwise_is_another_call(what):
+    inputs = tensors(1, 1, 4, 4)._replace(mask=given_mask((1, 1, 2, 1)))
+    counts, indices = inputs.mask.counts, inputs.mask.indices
+    if what == "stride":
+        other = BlockMask(counts, torch.zeros(1, 1, 2, 2, dtype=torch.int32)[..., :1])
+    elif what == "dtype":
+        other = BlockMask(counts, indices.to(torch.int16))
+    else:
+        other = BlockMask(indices[..., 0], indices)
+    plan = Plan()
+    assert replaying._key(inputs, plan) == replaying._key(inputs._replace(mask=given_mask((1, 1, 2, 1))), plan)
+    assert replaying._key(inputs, plan) != replaying._key(inputs._replace(mask=other), plan)
+    assert replaying._key(inputs, plan) != replaying._key(inputs._replace(mask=None), plan)
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("return_mask", [False, True])
 def test_results_come_back_as_they_were_told(return_lse, return_mask, monkeypatch):

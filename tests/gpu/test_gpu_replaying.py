@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import gpu
-from rainfusion import Method, replaying, sparse_attention
+from rainfusion import BlockMask, Method, block_sparse_attention, replaying, sparse_attention
 from rainfusion.integrations.decider import Decider
 from rainfusion.integrations.scenes import Scene
 from rainfusion.integrations.settings import Settings
@@ -109,6 +109,34 @@ def test_steps_of_a_model_are_repeated():
         expected, same = run(6)
     assert all(torch.equal(out, other) for out, other in zip(outs, expected, strict=True))
     assert stats == same
+
+
+@pytest.mark.parametrize("name", ["published", "enable", "fp8", "int8"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_masks_that_are_given(backend, name):
+    """As it is done where the blocks of one step are used in the next: another mask in other memory every time."""
+    if torch.cuda.get_device_capability() != (9, 0) and (backend == "hopper" or name == "fp8"):
+        pytest.skip("needs a Hopper GPU")
+    for seed in range(5):
+        qkv = tensors(seed)
+        _, mask = anew(tensors(seed + 1), name, backend, return_mask=True)
+        out, same = attend(qkv, name, backend, mask=mask, return_mask=True)
+        assert same is mask
+        assert len(recordings()) == (seed > 0)
+        assert torch.equal(out, anew(qkv, name, backend, mask=mask))
+
+
+def test_block_sparse_attention():
+    torch.manual_seed(0)
+    for seed in range(5):
+        qkv = tensors(seed)
+        blocks = torch.rand(2, HEADS, -(-LENGTH // 128), -(-LENGTH // 128), device="cuda") < 0.5
+        mask = BlockMask.from_dense(blocks)
+        out = block_sparse_attention(*qkv, mask)
+        assert len(recordings()) == (seed > 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replaying, "_known", {})
+            assert torch.equal(out, block_sparse_attention(*qkv, mask))
 
 
 def test_with_lse():
