@@ -162,8 +162,11 @@ class Plan:
 
     @cached_property
     def kind(self) -> object:
-        """One for all plans that launch the same kernels: those that differ in nothing but one budget for all heads."""
-        if len(self.budgets) != 1 or self.dense_because is not None:
+        """One for all plans that launch the same kernels: those that differ in nothing but one budget for all heads.
+
+        Where a mask is given, there is none.
+        """
+        if self.dense_because is not None or (len(self.budgets) != 1 and not self.call.given_mask):
             return self
         method = replace(self.method, sparsity=0.0)
         return _kind(self.call._replace(method=method, may_be_dense=False), self.shapes, self.backend)

@@ -227,9 +227,9 @@ def could_repeat(method: Method, shapes: Shapes, given_mask: bool = False) -> bo
 
 
 def _may_repeat(inputs: Inputs, plan: Plan) -> bool:
-    if plan.backend not in ("hopper", "triton") or is_capturing(inputs.q.device) or _watched():
+    if plan.backend not in ("hopper", "triton") or not could_repeat(plan.method, plan.shapes, plan.call.given_mask):
         return False
-    return could_repeat(plan.method, plan.shapes, plan.call.given_mask)
+    return not is_capturing(inputs.q.device) and not _watched()
 
 
 def _watched() -> bool:

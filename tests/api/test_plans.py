@@ -99,6 +99,19 @@ def test_plans_of_one_kind_differ_in_the_number_of_blocks_alone():
     assert len({id(one) for one in kinds}) == len(kinds)
 
 
+def test_with_a_given_mask_the_sparsity_makes_no_other_kind():
+    q, k, v = qkv(1, 2, LENGTH, 16)
+
+    def kind(sparsity, mask, **options):
+        inputs = planning.check(q, k, v, mask=mask, input_layout="BNSD")
+        return planning.plan(planning.ask_flat(inputs, **VIDEO, sparsity=sparsity, **options), inputs.shapes).kind
+
+    mask = predict_mask(q, k, **VIDEO, sparsity=0.5)
+    assert kind(0.5, mask) is kind(0.7, mask) is kind((0.5, 0.4), mask) is kind(0.0, mask)
+    kinds = [kind(0.5, mask), kind(0.5, None, backend="portable"), kind(0.5, mask, scale=0.2)]
+    assert len({id(one) for one in kinds}) == len(kinds)
+
+
 @pytest.mark.crossover
 def test_a_plan_that_is_dense_is_of_no_sparse_kind():
     """A sparser call of the same shapes may have been recorded: it is not what runs."""

@@ -278,10 +278,12 @@ def test_a_given_mask_comes_as_q_does_and_goes_back_to_who_gave_it(return_mask):
             with replaying.recorded(inputs, plan) as finish:
                 between, out = torch.empty(16), torch.empty_like(inputs.q)
                 launch(kernel, 1, inputs.q, indices, between, factor=1.0, N=16)
-                launch(kernel, 2, counts, between, out, factor=1.0, N=2)
+                launch(kernel, 2, counts, between, between, factor=1.0, N=2)
                 launch(kernel, 3, between, inputs.k, out, factor=1.0, N=16)
                 finish(out, None, inputs.mask)
-        torch.testing.assert_close(out, inputs.q + indices.view(torch.float32).view_as(inputs.q) + inputs.k)
+        expected = inputs.q + indices.view(torch.float32).view_as(inputs.q) + inputs.k
+        expected.view(-1)[:2] += counts.view(torch.float32).view(-1)
+        torch.testing.assert_close(out, expected)
     assert kernel.runs == [1, 2, 3] * 3
     assert not found._kept
 

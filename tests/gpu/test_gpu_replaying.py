@@ -132,11 +132,25 @@ def test_block_sparse_attention():
         qkv = tensors(seed)
         blocks = torch.rand(2, HEADS, -(-LENGTH // 128), -(-LENGTH // 128), device="cuda") < 0.5
         mask = BlockMask.from_dense(blocks)
-        out = block_sparse_attention(*qkv, mask)
+        out, lse = block_sparse_attention(*qkv, mask, return_lse=True)
         assert len(recordings()) == (seed > 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replaying, "_known", {})
-            assert torch.equal(out, block_sparse_attention(*qkv, mask))
+            expected, same = block_sparse_attention(*qkv, mask, return_lse=True)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, same)
+
+
+def test_one_recording_serves_a_mask_whatever_the_sparsity():
+    """It is not read: the blocks of one step are used in the next, which a schedule gives another one."""
+    _, mask = attend(tensors(9), return_mask=True)
+    replaying._known.clear()
+    for seed, sparsity in enumerate((0.9, 0.8, 0.7, 0.6)):
+        method = Method.recommended(sparsity=sparsity)
+        qkv = tensors(seed)
+        out = sparse_attention(*qkv, method=method, mask=mask, latent_shape_q=GRID, txt_len=TEXT, backend="hopper")
+        assert len(recordings()) == (seed > 0)
+        assert torch.equal(out, anew(qkv, mask=mask))
 
 
 def test_with_lse():
