@@ -59,6 +59,24 @@ def test_a_process_that_is_killed_does_not_pass(tests, tmp_path):
     assert done.returncode == 1 and "did not run in time" in done.stdout, done.stdout
 
 
+def test_what_was_found_is_said_when_it_is_terminated(tests, tmp_path):
+    """By a time limit that is not its own: 300 seconds of tests must not be lost."""
+    waiting = tests.with_name("waiting")
+    hangs = f"\ndef test_zz_hangs():\n    import pathlib, time\n    pathlib.Path({str(waiting)!r}).touch()\n"
+    tests.write_text(TESTS.format(fails_from=4) + hangs + "    time.sleep(99)\n")
+    arguments = ("--only", "tests", "memcheck", "--tests", tests, "--processes", "1", "--out", tmp_path / "found")
+    running = subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    while not waiting.exists():
+        time.sleep(0.1)
+        assert running.poll() is None
+    running.terminate()
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "4 passed, 1 failed, of 7 tests" in said and "test_numbers[4]" in said
+    assert "2 did not run in time" in said and "memcheck   left out           terminated before" in said
+    assert "test_zz_hangs" in (tmp_path / "found/tests.txt").read_text()
+
+
 def test_a_file_that_cannot_be_imported_does_not_pass(tests, tmp_path):
     tests.write_text(TESTS.format(fails_from=5))
     broken = tests.with_name("test_broken.py")

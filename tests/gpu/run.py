@@ -5,7 +5,8 @@
 
 Steps run one after the other, what tells most first; each has a time limit, and one that would not end in time is left
 out, and said. The tests are dealt out to several processes, which share the GPU; those that need it to themselves come
-after. What each printed is kept in a folder, and the last lines are a table.
+after. What each printed is kept in a folder, and the last lines are a table: of what was found so far, if it is
+terminated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 SHAPES = ("wan-720p", "wan-480p", "image-4096")
 ALONE = "int32"  # in the names of tests that take more memory than others leave
+terminated = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [step for step in STEPS if step.name in args.only]
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     rows: list[tuple[str, str, str]] = []
     for i, step in enumerate(steps):
         left = (end - time.monotonic()) / 60
+        if terminated.is_set():
+            rows.append((step.name, "left out", "terminated before"))
+            continue
         if step.minutes > left and step.name != "tests":
             rows.append((step.name, "left out", f"takes {step.minutes:g} minutes, and {max(0.0, left):.1f} are left"))
             continue
@@ -125,9 +132,9 @@ def run_tests(
 ) -> tuple[bool, list[str]]:
     """Dealt out in turn to so many processes, and those that want the GPU to themselves after that."""
     settings = ("-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider")
-    pytest = program("-m", "pytest", *settings, "-m", "gpu", "-q", *for_pytest)
+    pytest = program("-m", "pytest", *settings, "-m", "gpu", *for_pytest)
     listed = subprocess.run(
-        [*pytest, "--collect-only", *tests], cwd=ROOT, capture_output=True, text=True, env=variables()
+        [*pytest, "-q", "--collect-only", *tests], cwd=ROOT, capture_output=True, text=True, env=variables()
     )
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     if listed.returncode != 0 or not names:
@@ -139,24 +146,22 @@ def run_tests(
     end, texts, codes = time.monotonic() + limit, [], []
     with tempfile.TemporaryDirectory() as folder:
         for group in filter(None, (shards, [alone] if alone else [])):
-            found = run_side_by_side(pytest, group, Path(folder), lambda: end - time.monotonic())
+            found = run_side_by_side((*pytest, "-v"), group, Path(folder), lambda: end - time.monotonic())
             texts += [text for text, _ in found]
             codes += [code for _, code in found]
     log.write_text("\n".join(texts))
-    counts = {kind: sum(map(int, re.findall(rf"(\d+) {kind}", "\n".join(last_lines(texts))))) for kind in KINDS}
-    ran = sum(counts.values())
+    ended_as = [match.groups() for match in map(RESULT.match, "\n".join(texts).splitlines()) if match]
+    counts = {kind: sum(how == kind.upper() for _, how in ended_as) for kind in KINDS}
+    ran = len({name for name, _ in ended_as})
     said = [", ".join(f"{number} {kind}" for kind, number in counts.items() if number) + f", of {len(names)} tests"]
-    said += [line for text in texts for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    said += [f"{how} {name}" for name, how in ended_as if how in ("FAILED", "ERROR")]
     if ran < len(names):
         said.append(f"{len(names) - ran} did not run in time, or with what stopped their process: see {log}")
     return ran == len(names) and all(code == 0 for code in codes), said
 
 
-KINDS = ("passed", "failed", "skipped", "error", "xfailed", "xpassed")
-
-
-def last_lines(texts: Sequence[str]) -> list[str]:
-    return [text.strip().splitlines()[-1] for text in texts if text.strip()]
+KINDS = ("passed", "failed", "skipped", "error", "xfail", "xpass")
+RESULT = re.compile(rf"(\S+::.*?) ({'|'.join(KINDS).upper()})\b")  # of a test, a line each
 
 
 def run_side_by_side(
@@ -181,14 +186,15 @@ def started(command: Sequence[str], file: TextIO) -> subprocess.Popen[bytes]:
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its exit status; None if it took longer than that, and is killed, with all that it started."""
-    try:
-        return process.wait(timeout=max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in a driver
-            process.wait(timeout=10)
-        return None
+    """Its exit status; None if it took longer than that, or this is terminated: then all that it started is killed."""
+    end = time.monotonic() + max(1.0, seconds)
+    while not terminated.is_set() and (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=min(1.0, left))
+    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in a driver
+        process.wait(timeout=10)
+    return None
 
 
 def variables() -> dict[str, str]:
