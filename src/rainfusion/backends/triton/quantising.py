@@ -112,7 +112,7 @@ def prepare(request: Request, form: Form, turns: Tensor | None = None) -> Keys:
     launch(
         quantise.channels_kernel, batch * heads,
         numbers, k_sums, v_sums, v_largest, k_bounds, k_mean, k_scale, v_scale, turns, groups,
-        D=head_dim, D_PAD=padded, ROWS=8192 // padded, K_LARGEST=k_largest, V_LARGEST=LARGEST.get(form.v),
+        D=head_dim, D_PAD=padded, ROWS=4096 // padded, K_LARGEST=k_largest, V_LARGEST=LARGEST.get(form.v),
         num_warps=8,
     )  # fmt: skip
     found = (k_mean, v_scale, k_out, v_out, k_scale)
@@ -143,6 +143,7 @@ def prepare(request: Request, form: Form, turns: Tensor | None = None) -> Keys:
 def _together(blocks: int) -> int:
     """How many blocks of a head, which has so many, a program of `statistics_kernel` counts: several of a long one.
 
-    Whatever the batch and the heads beside it, so that a head's sums have the same bits alone.
+    Fewer leave more sums for `channels_kernel` to read, more leave multiprocessors without a program. Whatever the
+    batch and the heads beside it, so that a head's sums have the same bits alone.
     """
-    return min(8, max(1, blocks // 256))
+    return 8 if blocks >= 2048 else max(1, min(4, blocks // 32))

@@ -108,25 +108,32 @@ def channels_kernel(
         tl.store(turns, 0, mask=bh == 0)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
-    b_k = tl.zeros([D_PAD], tl.float32)
-    b_v = tl.zeros([D_PAD], tl.float32)
-    b_max = tl.zeros([D_PAD], tl.float32)
-    b_least = tl.full([D_PAD], float("inf"), tl.float32)
-    b_greatest = tl.full([D_PAD], float("-inf"), tl.float32)
-    tokens = 0.0
+    # added up where they lie, and over rows in the end: a reduction takes longer than all loads of a step
+    b_tokens = tl.zeros([ROWS], tl.float32)
+    b_k = tl.zeros([ROWS, D_PAD], tl.float32)
+    b_v = tl.zeros([ROWS, D_PAD], tl.float32)
+    b_max = tl.zeros([ROWS, D_PAD], tl.float32)
+    b_least = tl.full([ROWS, D_PAD], float("inf"), tl.float32)
+    b_greatest = tl.full([ROWS, D_PAD], float("-inf"), tl.float32)
     for first in range(0, N, ROWS):
         o_n = first + tl.arange(0, ROWS)
         o_x = (bh * N + o_n)[:, None] * D + o_d[None, :]
         m_x = (o_n < N)[:, None] & m_d[None, :]
-        tokens += tl.sum(tl.load(numbers + bh * N + o_n, mask=o_n < N, other=0.0), 0)
-        b_k += tl.sum(tl.load(k_sums + o_x, mask=m_x, other=0.0), 0)
+        b_tokens += tl.load(numbers + bh * N + o_n, mask=o_n < N, other=0.0)
+        b_k += tl.load(k_sums + o_x, mask=m_x, other=0.0)
         if v_sums is not None:
-            b_v += tl.sum(tl.load(v_sums + o_x, mask=m_x, other=0.0), 0)
-            b_max = tl.maximum(b_max, tl.max(tl.load(v_largest + o_x, mask=m_x, other=0.0), 0))
+            b_v += tl.load(v_sums + o_x, mask=m_x, other=0.0)
+            b_max = tl.maximum(b_max, tl.load(v_largest + o_x, mask=m_x, other=0.0))
         if k_bounds is not None:
             p_bounds = k_bounds + (bh * N + o_n)[:, None] * 2 * D + o_d[None, :]
-            b_least = tl.minimum(b_least, tl.min(tl.load(p_bounds, mask=m_x, other=float("inf")), 0))
-            b_greatest = tl.maximum(b_greatest, tl.max(tl.load(p_bounds + D, mask=m_x, other=float("-inf")), 0))
+            b_least = tl.minimum(b_least, tl.load(p_bounds, mask=m_x, other=float("inf")))
+            b_greatest = tl.maximum(b_greatest, tl.load(p_bounds + D, mask=m_x, other=float("-inf")))
+    tokens = tl.sum(b_tokens, 0)
+    b_k = tl.sum(b_k, 0)
+    b_v = tl.sum(b_v, 0)
+    b_max = tl.max(b_max, 0)
+    b_least = tl.min(b_least, 0)
+    b_greatest = tl.max(b_greatest, 0)
     b_k = _mean(b_k, tokens)
     tl.store(k_mean + bh * D + o_d, b_k, mask=m_d)
     if v_sums is not None:  # no less than what is left of the largest; how much more does not matter to floats
