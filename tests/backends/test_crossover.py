@@ -156,16 +156,20 @@ def test_small_images_are_dense_in_every_precision(precision, batch, tokens, mas
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize(
-    ("backend", "size", "grid", "is_slow"),
+    ("backend", "size", "grid", "slow"),
     [
-        (hopper, (2, 24, 4096, 128), [1, 64, 64], True),
-        (hopper, (1, 40, 75600, 128), [21, 45, 80], False),
-        (triton, (1, 40, 75600, 128), [21, 45, 80], False),
+        (hopper, (2, 24, 4096, 128), [1, 64, 64], ["int8"]),
+        (hopper, (1, 40, 75600, 128), [21, 45, 80], []),
+        (triton, (1, 40, 75600, 128), [21, 45, 80], []),
     ],
-    ids=["hopper, an image", "hopper, Wan 720p", "triton, Wan 720p"],
+    ids=["hopper, images", "hopper, Wan 720p", "triton, Wan 720p"],
 )
-def test_explain_says_where_quantising_takes_more_than_it_saves(monkeypatch, backend, precision, size, grid, is_slow):
-    """An H200 took 0.430 ms in bf16, 0.456 in fp8 and 0.494 in int8 for the first; 38.0 and 28.1 ms for the second."""
+def test_explain_says_where_quantising_takes_more_than_it_saves(monkeypatch, backend, precision, size, grid, slow):
+    """The kernels of `hopper` took an H200 0.410 ms in bf16 and 0.363 in fp8 for the first, and 36.0 and 21.7 for Wan.
+
+    Of the images int8 took 0.341 ms for 0.261 in bf16, with a mask that was given.
+    """
+    is_slow = precision in slow
     method = Method.recommended(sparsity=0.6 if grid[0] == 1 else 0.85, precision=precision)
     shapes, geometry = Shapes(size, size, torch.bfloat16, H200), Geometry.check(0, grid, grid, None)
     specs = geometry.fitted(size[2], size[2]).specs(method, size[2], size[2])

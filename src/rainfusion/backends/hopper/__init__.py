@@ -26,7 +26,7 @@ SPEEDS = {
     "cuda": {
         "native": Speed(650e12, 15e-6, 660e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3, 0.12e-3),
         "int8": Speed(650e12, 15e-6, 800e12, 2.0e12, 70e-6, 0.44e-3, 0.12e-3, 0.15e-3),
-        "fp8": Speed(650e12, 15e-6, 880e12, 2.0e12, 70e-6, 0.44e-3, 0.12e-3, 0.15e-3),
+        "fp8": Speed(650e12, 15e-6, 1100e12, 2.0e12, 70e-6, 0.44e-3, 0.12e-3, 0.15e-3),
     }
 }
 TESTED_TRITON = ("3.6.0",)  # Gluon is experimental: other versions may compile it to something slow or wrong
