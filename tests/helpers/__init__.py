@@ -11,9 +11,11 @@
     tiny_models        diffusers' transformers with random weights, one a family
     offline_pipelines  whole diffusers pipelines with random weights
 
-and three programs, which tests start and people may:
+and programs, which tests start and people may:
 
     targets            compiles the kernels for GPUs that are not here
+    variants           counts for how many sizes kernels would be compiled again
+    repeats            compares what is launched from a record with what is launched anew
     sanitize           small calls through every kernel, for compute-sanitizer
     context_parallel   one of several processes that run a model together
 """
