@@ -1,12 +1,14 @@
 """Times each stage of a call on a GPU: the passes over tokens, the choice of blocks, the attention kernel.
 
 The kernel is timed on random block masks of a given density, as other libraries' kernels usually are, and the whole
-call on random q, k and v. Medians of CUDA events; every stage is warmed up first.
+call on random q, k and v. Medians of CUDA events; every stage is warmed up first. --by-kernel shows instead what each
+kernel of a whole call takes, by torch.profiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from rainfusion import BlockMask, backends, pipeline, sparse_attention
 from rainfusion.backends import Request
@@ -25,6 +29,7 @@ from rainfusion.options import RECOMMENDED
 from rainfusion.planning import planned
 
 BACKENDS = ("hopper", "triton")
+_PROFILED = 8  # calls
 
 
 def main() -> None:
@@ -34,12 +39,17 @@ def main() -> None:
     size = (shape.batch, args.heads or shape.heads, shape.seq_len, shape.head_dim)
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     grid = list(shape.latent_shape) if shape.latent_shape else None
-    call: dict[str, Any] = dict(sparse_type="rf_v2", sparsity=shape.sparsity)
+    call: dict[str, Any] = dict(
+        sparse_type="rf_v2", sparsity=shape.sparsity if args.sparsity is None else args.sparsity
+    )
     call.update(latent_shape_q=grid, txt_len=shape.txt_len, **(RECOMMENDED if args.recommended else {}))
     if args.keys != 128:
         call.update(block_size=(128, args.keys))
     print(f"{torch.cuda.get_device_name()}, {args.shape} {list(size)} bf16, torch {torch.__version__}", flush=True)
     with torch.inference_mode():
+        if args.by_kernel:
+            _by_kernel(q, k, v, call, args)
+            return
         _kernels(q, k, v, call, args)
         _around(q, k, v, call, args)
         _whole(q, k, v, call, args)
@@ -97,6 +107,36 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse
         )
 
 
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], args: argparse.Namespace) -> None:
+    """Milliseconds of each kernel of a whole call, and of all but attention."""
+    for precision in args.precision:
+        run = partial(sparse_attention, q, k, v, **call, precision=precision, return_mask=True)
+        for _ in range(4):
+            run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(_PROFILED):
+                run()
+            torch.cuda.synchronize()
+        times = kernel_times(profiled.events())
+        total, attention = sum(times.values()), sum(ms for name, ms in times.items() if "attention_kernel" in name)
+        each = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: -item[1]))
+        print(
+            f"whole call, {precision}, sparsity {call['sparsity']}: {total:.3f} ms, of which {total - attention:.3f} "
+            f"({(total - attention) / total:.1%}) around attention: {each}",
+            flush=True,
+        )
+
+
+def kernel_times(events: Any) -> dict[str, float]:
+    """Milliseconds of a call, by the names of kernels, from the events of a profile of `_PROFILED` calls."""
+    times: dict[str, float] = collections.defaultdict(float)
+    for event in events:
+        if event.device_type == DeviceType.CUDA:
+            times[event.name.partition("<")[0]] += event.device_time / 1000 / _PROFILED
+    return dict(times)
+
+
 def random_mask(q: Tensor, k: Tensor, density: float, keys: int = 128) -> BlockMask:
     batch, heads = q.shape[:2]
     rows, columns = -(-q.shape[2] // 128), -(-k.shape[2] // keys)
@@ -146,8 +186,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="stages.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  python benchmarks/stages.py wan-720p --density 0.2 --precision native int8 fp8\n"
-        "  python benchmarks/stages.py wan-720p --recommended --precision native --keys 32",
+        epilog="examples:\n  python benchmarks/stages.py wan-720p --density 0.2 --precision native int8 fp8\n"
+        "  python benchmarks/stages.py wan-720p --recommended --precision native --keys 32\n"
+        "  python benchmarks/stages.py wan-720p --recommended --sparsity 0.85 --by-kernel",
     )
     parser.add_argument(
         "shape", nargs="?", default="wan-720p", choices=SHAPES, metavar="SHAPE", help="default: wan-720p"
@@ -158,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recommended", action="store_true", help="with the options that `enable` has")
     parser.add_argument("--keys", type=int, default=128, choices=(128, 64, 32), help="of a block (default: 128)")
     parser.add_argument("--heads", type=int, help="instead of the shape's own")
+    parser.add_argument("--sparsity", type=float, help="of whole calls (default: the shape's own)")
+    parser.add_argument("--by-kernel", action="store_true", help="what each kernel of a whole call takes, and no more")
     parser.add_argument("--seconds", type=float, default=2.0, help="at most so long for each stage (default: 2)")
     return parser
 
