@@ -147,8 +147,8 @@ def test_masks_do_not_depend_on_how_many_heads_are_scored_at_once(pair, predicto
     q, k, _ = qkv(2, 4, LENGTH, 16, k_heads=2)
     call = dict(VIDEO, sparsity=sparsity, predictor=predictor, block_size=pair, backend="triton")
     at_once = predict_mask(q, k, key_mask(kind), **call)
-    part_mass, mean_scores, heads = triton_backend._part_mass, triton_backend._mean_scores, []
-    monkeypatch.setattr(triton_backend, "_part_mass", lambda *a: (heads.append(a[1].q.shape[:2]), part_mass(*a))[1])
+    part_mass, mean_scores, heads = triton_backend._part_scores, triton_backend._mean_scores, []
+    monkeypatch.setattr(triton_backend, "_part_scores", lambda *a: (heads.append(a[1].q.shape[:2]), part_mass(*a))[1])
     monkeypatch.setattr(triton_backend, "_mean_scores", lambda *a: (heads.append(a[1].q.shape[:2]), mean_scores(*a))[1])
     monkeypatch.setattr(triton_backend, "_MANY_SCORES", 1)
     in_parts = predict_mask(q, k, key_mask(kind), **call)

@@ -179,21 +179,46 @@ def spread(keys):
 
 
 def mean_errors(q, k, scale, order_q, order_k, keep, block_size):
-    """float64 [B, Hq, NQ, NK]: predictor="spread". What a query part gives a key block, times its spread, squared."""
+    """float64 [B, Hq, NQ, NK]: predictor="spread". What parts of 8 queries give a key block, times its spread, squared.
+
+    The sum of all that a part gives is estimated from means of 128 keys, made of those of 32, unless it gives 32 keys
+    more than 2^60 times as much.
+    """
     q_size, k_size = sides(block_size)
     a, n = q_size // 8, k_size // 32  # parts of a query block, of a key block
-    probs = mean_scores(q, k, scale, order_q, order_k, keep, (8, 32)).softmax(-1).nan_to_num(0.0)
+    logits = mean_scores(q, k, scale, order_q, order_k, keep, (8, 32))
     keys = k.float().double()
     shared = q.shape[1] // k.shape[1]
     rows, blocks = math.ceil(len(order_q) / q_size), blocks_of(len(order_k), k_size)
-    scores = torch.empty(*probs.shape[:2], rows, len(blocks)).double()
+    scores = torch.full((*logits.shape[:2], rows, len(blocks)), -math.inf).double()
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-        for j, block in enumerate(blocks):
-            tokens = [order_k[t] for t in block if keep[b, order_k[t]]]
-            for i in range(rows):
-                given = probs[b, h, a * i : a * i + a, n * j : n * j + n].sum(1)
-                lost = (given * spread(keys[b, h // shared, tokens])).square().sum() if tokens else -math.inf
-                scores[b, h, i, j] = lost
+        part_means, lives = [], []
+        for part in blocks_of(len(order_k), 32):
+            tokens = [order_k[t] for t in part if keep[b, order_k[t]]]
+            lives.append(bool(tokens))
+            part_means.append(keys[b, h // shared, tokens].mean(0) if tokens else None)
+        for a_row in range(rows):
+            total = torch.zeros(len(blocks)).double()
+            for part in blocks_of(len(order_q), 8)[a * a_row : a * a_row + a]:
+                q_mean = q[b, h].double()[[order_q[t] for t in part]].mean(0)
+                row = logits[b, h, part.start // 8]
+                of_fours = []
+                for first in range(0, len(part_means), 4):
+                    there = [mean for mean in part_means[first : first + 4] if mean is not None]
+                    if there:
+                        logit = scale * (q_mean * torch.stack(there).mean(0)).sum() + math.log(len(there))
+                        of_fours.append(logit)
+                if not of_fours:
+                    continue
+                norm = torch.stack(of_fours).logsumexp(0)
+                if row.max() - norm >= 60 * math.log(2):
+                    norm = row.logsumexp(0)
+                shares = (row - norm).exp()
+                total += torch.stack([shares[n * j : n * j + n].sum() ** 2 for j in range(len(blocks))])
+            for j, block in enumerate(blocks):
+                tokens = [order_k[t] for t in block if keep[b, order_k[t]]]
+                if tokens:
+                    scores[b, h, a_row, j] = total[j].sqrt() * spread(keys[b, h // shared, tokens]) ** 2
     return scores
 
 

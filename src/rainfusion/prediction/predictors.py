@@ -1,15 +1,18 @@
 """Predictors: how much each key block matters to each query block, without computing the attention.
 
-`mean_scores` and `part_mass` are rf_v2's, on means of blocks and of parts of them, and on how far keys are from them;
-`antidiagonal_mass` is ada_bsa's, on strided samples of the logits.
+`mean_scores`, `part_mass` and `part_errors` are rf_v2's, on means of blocks and of parts of them, the last on how far
+keys are from them, too; `antidiagonal_mass` is ada_bsa's, on strided samples of the logits.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rainfusion.prediction import spread
 from rainfusion.slabs import head_slabs
 
 STRIDE = 8  # tokens in a group of ada_bsa
@@ -34,23 +37,13 @@ def mean_scores(q_means: Tensor, k_means: Tensor, scale: float, live: Tensor | N
 
 
 def part_mass(
-    q_means: Tensor,
-    k_means: Tensor,
-    scale: float,
-    q_live: Tensor,
-    k_live: Tensor,
-    q_parts: int,
-    k_parts: int,
-    spread: Tensor | None = None,
+    q_means: Tensor, k_means: Tensor, scale: float, q_live: Tensor, k_live: Tensor, q_parts: int, k_parts: int
 ) -> Tensor:
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * mean_q[a] . mean_k[b]), in fp32.
 
     A part that stands out counts, where the mean of the whole block would hide it, and each part of the queries counts
     as much as another; -inf where block j has no key left.
     [B, Hq, NQ * q_parts, D], [B, Hk, NK * k_parts, D], live bool [NQ * q_parts], [B, NK * k_parts] -> [B, Hq, NQ, NK]
-
-    With `spread` [B, Hk, NK], about the squared error that the mean of block j leaves in its place:
-    spread[j]^2 * sum over a of (sum over b of softmax_b)^2.
     """
     batch, heads, rows, _ = q_means.shape
     shared = heads // max(1, k_means.shape[1])
@@ -61,13 +54,63 @@ def part_mass(
             logits = _shown((q_means[b, h] @ k_means[b, h // shared].mT).mul_(scale))
             probs = logits.masked_fill_(~k_live[b], -torch.inf).softmax(-1).nan_to_num_(nan=0.0)
             probs = probs.masked_fill_(~q_live[:, None], 0.0)
-            probs = probs.unflatten(1, (-1, k_parts)).sum(2)
-            if spread is None:
-                mass[b, h] = probs.unflatten(0, (-1, q_parts)).sum(1)
-            else:
-                mass[b, h] = probs.square_().unflatten(0, (-1, q_parts)).sum(1) * spread[b, h // shared].square()
+            mass[b, h] = probs.unflatten(1, (-1, k_parts)).sum(2).unflatten(0, (-1, q_parts)).sum(1)
         mass[b].masked_fill_(~k_live[b].unflatten(0, (-1, k_parts)).any(1), -torch.inf)
     return mass
+
+
+def part_errors(
+    q_means: Tensor,
+    k_means: Tensor,
+    wide: spread.Wide,
+    spreads: Tensor,
+    scale: float,
+    q_live: Tensor,
+    k_live: Tensor,
+    q_parts: int,
+    k_parts: int,
+) -> Tensor:
+    """error[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, in fp32: about what mean j leaves behind.
+
+        share[a, j] = sum over the parts b of block j of exp(scale * mean_q[a] . mean_k[b]) / norm[a]
+        norm[a] = sum over w of numbers[w] * exp(scale * mean_q[a] . wide[w])
+
+    Means of more keys leave out what stands out among them: beside a block that has nearly all of the attention, and is
+    kept anyway, the others have shares as if it were not there. Only if a share of part a reaches `spread.MOST`, whose
+    square fp32 would soon not hold, norm[a] is the sum over all parts of keys.
+    Shapes as in `part_mass`; spreads [B, Hk, NK]; -inf where block j has no key left.
+    """
+    batch, heads, rows, _ = q_means.shape
+    shared = heads // max(1, k_means.shape[1])
+    columns = k_means.shape[2]
+    errors = q_means.new_empty((batch, heads, rows // q_parts, columns // k_parts))
+    for b in range(batch):
+        for h in range(heads):
+            queries, k_head = q_means[b, h], h // shared
+            logits = _shown((queries @ wide.means[b, k_head].mT).mul_(scale))
+            top, log_sum = _log_sum(logits.add_((wide.numbers[b] / spread.TOGETHER).log()), q_live)
+            log_sum += math.log(spread.TOGETHER)
+            logits = _shown((queries @ k_means[b, k_head].mT).mul_(scale)).masked_fill_(~k_live[b], -torch.inf)
+            above = logits.amax(1, keepdim=True) - (top + log_sum) >= math.log(spread.MOST)
+            if above.any():
+                own = _log_sum(logits.clone(), q_live)
+                top, log_sum = torch.where(above, own[0], top), torch.where(above, own[1], log_sum)
+            shares = logits.sub_(top).sub_(log_sum).exp_().unflatten(1, (-1, k_parts)).sum(2)
+            found = shares.square_().unflatten(0, (-1, q_parts)).sum(1).sqrt_()
+            errors[b, h] = found.mul_(spreads[b, k_head].square())
+        errors[b].masked_fill_(~k_live[b].unflatten(0, (-1, k_parts)).any(1), -torch.inf)
+    return errors
+
+
+def _log_sum(logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows' maxima and the logarithms of sums of exp(logits - maxima), [R, 1]: +inf for rows with nothing, or not live.
+
+    logits [R, N] are lost.
+    """
+    top = logits.amax(1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    log_sum = logits.sub_(top).exp_().sum(1, keepdim=True).log_()
+    return top, log_sum.masked_fill_((log_sum == -torch.inf) | ~live[:, None], torch.inf)
 
 
 def _shown(logits: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ Those are the ones that have less of it than most, and half of it is what serves
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,12 +24,31 @@ from rainfusion.slabs import head_slabs
 
 EVERY = 8  # a query of so many is in the sample
 GAIN = 0.25  # of the variance, by which a mean counts for more
+TOGETHER = 4  # parts of keys to a mean of `Wide`: 128 keys
+MOST = 2.0**60  # of a share, see `predictors.part_errors`
 _SLAB_BYTES = 64 * 2**20
 
 
 def means_dtype(method: Method, dtype: torch.dtype) -> torch.dtype:
     """Of the means that rf_v2 predicts from. There are many of them here: their products are as those of tokens."""
     return dtype if method.spreads and dtype.itemsize == 2 else torch.float32
+
+
+class Wide(NamedTuple):
+    """Means of 128 keys, from which shares of attention are normalised."""
+
+    means: Tensor  # [B, Hk, W, D], of `means_dtype`
+    numbers: Tensor  # int64 [B, W]: how many parts each is the mean of, up to TOGETHER
+
+
+def widened(means: Tensor, live: Tensor) -> Wide:
+    """means [B, Hk, N, D] of parts, live bool [B, N]: those with a key. Each part counts as much as another."""
+    padding = -means.shape[2] % TOGETHER
+    live = F.pad(live, (0, padding)).unflatten(1, (-1, TOGETHER))  # [B, W, TOGETHER]
+    parts = F.pad(means, (0, 0, 0, padding)).float().unflatten(2, (-1, TOGETHER))
+    sums = parts.masked_fill(~live[:, None, :, :, None], 0.0).sum(3)
+    numbers = live.sum(2)
+    return Wide((sums / numbers.clamp(min=1)[:, None, :, None]).to(means.dtype), numbers)
 
 
 def of_keys(k: Tensor, layout: TokenLayout, keep: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from rainfusion.blockmask import BlockMask, index_dtype
 from rainfusion.prediction import budgets as budget_table
 from rainfusion.prediction import spread
 from rainfusion.prediction.pooling import block_means, live_blocks, present
-from rainfusion.prediction.predictors import antidiagonal_mass, mean_scores, part_mass
+from rainfusion.prediction.predictors import antidiagonal_mass, mean_scores, part_errors, part_mass
 from rainfusion.prediction.selection import keep_best, keep_mass
 from rainfusion.slabs import head_slabs
 
@@ -50,8 +50,12 @@ def _rf_v2_scores(request: Request) -> Tensor:
         q_live = shard.in_place(q_live[None, None, :, None].float(), q_parts).flatten() > 0
     k_live = present(k_layout, k_parts, k.device).expand(len(k), -1)
     k_live = k_live if keep is None else live_blocks(k_layout, keep, k_parts)
-    spreads = spread.of_keys(k, k_layout, keep) if method.spreads else None
-    return part_mass(q_means, k_means, request.scale, q_live, k_live, q_parts, k_parts, spreads)
+    rest = request.scale, q_live, k_live, q_parts, k_parts
+    if not method.spreads:
+        return part_mass(q_means, k_means, *rest)
+    wide = spread.widened(k_means.to(dtype), k_live)
+    wide = wide._replace(means=wide.means.float())
+    return part_errors(q_means, k_means, wide, spread.of_keys(k, k_layout, keep), *rest)
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:

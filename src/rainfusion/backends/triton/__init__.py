@@ -229,13 +229,23 @@ class _Means(NamedTuple):
     k: Tensor  # [B, Hk, NK * k_parts, D]
     live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
     spreads: Tensor | None  # fp32 [B, Hk, NK], with predictor="spread"
+    wide: Tensor | None  # [B, Hk, W, D], likewise: `spread.Wide`
+    farthest: Tensor | None  # fp32 [B, Hk], likewise: the largest distance of a mean from its wide one
+    numbers: Tensor | None  # uint8 [B, W], likewise, if `live` is not None
 
     def of(self, b: int, heads: slice, gqa_ratio: int) -> _Means:
         """Some heads of a batch element."""
         k_heads = slice(heads.start // gqa_ratio, heads.stop // gqa_ratio)
-        live = None if self.live is None else self.live[b : b + 1]
-        spreads = None if self.spreads is None else self.spreads[b : b + 1, k_heads]
-        return _Means(whole_rows(self.q[b : b + 1, heads]), whole_rows(self.k[b : b + 1, k_heads]), live, spreads)
+        here, k_here = slice(b, b + 1), (slice(b, b + 1), k_heads)
+        return _Means(
+            whole_rows(self.q[here, heads]),
+            whole_rows(self.k[k_here]),
+            None if self.live is None else self.live[here],
+            None if self.spreads is None else self.spreads[k_here],
+            None if self.wide is None else whole_rows(self.wide[k_here]),
+            None if self.farthest is None else self.farthest[k_here],
+            None if self.numbers is None else self.numbers[here],
+        )
 
 
 def choose(request: Request, keys: Keys | None) -> BlockMask:
@@ -281,11 +291,31 @@ def _means(request: Request, keys: Keys | None) -> _Means:
     else:
         k_means, spreads = keys.means, keys.spreads
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
-    return _Means(q_means, k_means, live, spreads)
+    found = _widened(k_means, live) if method.spreads else (None, None, None)
+    return _Means(q_means, k_means, live, spreads, *found)
+
+
+def _widened(means: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`spread.widened`, how far a head's means are from theirs, and numbers where not all but the last are TOGETHER."""
+    from rainfusion.backends.triton.kernels import ranking
+
+    batch, heads, number, head_dim = means.shape
+    groups = math.ceil(number / spread.TOGETHER)
+    wide = means.new_empty((batch, heads, groups, head_dim))
+    farthest = means.new_empty((batch, heads), dtype=torch.float32)
+    launch(
+        ranking.widen_kernel, batch * heads,
+        means, None if live is None else as_bytes(live), wide, farthest, number, groups, heads,
+        D=head_dim, D_PAD=_padded(head_dim), PER_WIDE=spread.TOGETHER, ROWS=4096 // _padded(head_dim), num_warps=8,
+    )  # fmt: skip
+    if live is None:
+        return wide, farthest, None
+    padded = F.pad(live, (0, groups * spread.TOGETHER - number))
+    return wide, farthest, padded.unflatten(1, (groups, spread.TOGETHER)).sum(2, dtype=torch.uint8)
 
 
 def _rf_v2_scores(request: Request, means: _Means) -> Tensor:
-    return _mean_scores(request, means) if request.method.q_parts == 1 else _part_mass(request, means)
+    return _mean_scores(request, means) if request.method.q_parts == 1 else _part_scores(request, means)
 
 
 def _mean_scores(request: Request, means: _Means) -> Tensor:
@@ -305,29 +335,41 @@ def _mean_scores(request: Request, means: _Means) -> Tensor:
     return found
 
 
-def _part_mass(request: Request, means: _Means) -> Tensor:
-    """`predictors.part_mass`"""
+def _part_scores(request: Request, means: _Means) -> Tensor:
+    """`predictors.part_mass`, or with spreads `predictors.part_errors`."""
     from rainfusion.backends.triton.kernels import ranking, tuning
 
     q_layout, k_layout = request.q_layout, request.k_layout
     parts, k_parts = request.method.q_parts, request.method.k_parts
     batch, heads, _, head_dim = means.q.shape
     rows, columns = q_layout.num_blocks, k_layout.num_blocks
-    mass = means.q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    found = means.q.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     live = None if means.live is None else as_bytes(means.live)
     tile = tuning.part_tile(_capability(means.q), _padded(head_dim), means.q.dtype.itemsize)
-    launch(
-        ranking.part_mass_kernel, batch * heads * math.ceil(rows * parts / tile.queries),
-        means.q, means.k, live, means.spreads, mass, request.scale * LOG2E, heads, request.gqa_ratio, rows, columns,
+    programs = batch * heads * math.ceil(rows * parts / tile.queries)
+    places = request.scale * LOG2E, heads, request.gqa_ratio, rows, columns
+    # parts that are not padding
+    lengths = (
         math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
         math.ceil(k_layout.seq_len / (k_layout.block_size // k_parts)),
+    )
+    sizes = dict(
         D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits
         PRECISION=_products(means.q, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if means.wide is None:
+        launch(ranking.part_mass_kernel, programs, means.q, means.k, live, found, *places, *lengths, **sizes)
+    else:
+        launch(
+            ranking.part_error_kernel, programs,
+            means.q, means.k, means.wide, means.farthest, live, means.numbers, means.spreads, found, *places,
+            means.wide.shape[2], *lengths,
+            **sizes, PER_WIDE=spread.TOGETHER,
+        )  # fmt: skip
     if means.live is not None:
-        mass.masked_fill_(~means.live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
-    return mass
+        found.masked_fill_(~means.live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
+    return found
 
 
 def _group_mass(request: Request, k: Tensor) -> Tensor:

@@ -131,12 +131,20 @@ def _part_means(p_k, o_n, o_d, end, D: tl.constexpr, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def _careful(b_s, scale, live, o_n, end, DIM: tl.constexpr):
-    """b_s * scale; -inf where a part o_n, along axis DIM, has no key: those from `end` on, and where `live` is 0."""
-    m_n = o_n < end
+def _careful(b_s, scale, live, o_n, parts, EACH: tl.constexpr, DIM: tl.constexpr):
+    """Logits b_s * scale of means o_n, along axis DIM, each of EACH of the parts: -inf where none of those has a key.
+
+    Those before `parts` have keys, or as many of EACH as `live` says. With fewer a mean counts for so much less.
+    """
+    b_number = tl.minimum(tl.maximum(parts - o_n * EACH, 0), EACH)
     if live is not None:
-        m_n = tl.load(live + o_n, mask=m_n, other=0) != 0
-    return tl.where(tl.expand_dims(m_n, 1 - DIM), _shown(b_s * scale), float("-inf"))
+        b_number = tl.load(live + o_n, mask=b_number > 0, other=0).to(tl.int32)
+    b_s = _shown(b_s * scale)
+    if EACH > 1:
+        tl.static_assert(EACH == 4)  # log2 of number / 4; the language's own takes as long as everything else here
+        b_less = tl.where(b_number == 4, 0.0, tl.where(b_number == 3, -0.41503749927884376, b_number - 3.0))
+        b_s += tl.expand_dims(b_less, 1 - DIM)
+    return tl.where(tl.expand_dims(b_number > 0, 1 - DIM), b_s, float("-inf"))
 
 
 @triton.jit
@@ -153,40 +161,175 @@ def _below_largest(b_s, b_base):
 
 @triton.jit
 def _part_normaliser(
-    b_q, p_k, live, b_m, b_l, begin, end, last, scale, D: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_q, p_k, live, b_m, b_l, begin, end, parts, scale, D: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_normaliser` over the parts of keys from `begin` to `end`."""
+    """`_normaliser` over the means of keys from `begin` to `end`, each of EACH of all the parts."""
     o_d = tl.arange(0, b_q.shape[1])
+    last = tl.cdiv(parts, EACH)
     for first in range(begin, end, BN):
         o_n = first + tl.arange(0, BN)
         b_s = tl.dot(b_q, tl.trans(_part_means(p_k, o_n, o_d, last, D, CAREFUL)), input_precision=PRECISION)
         if CAREFUL:
-            b_m, b_l = _normaliser(_careful(b_s, scale, live, o_n, last, 1), b_m, b_l, 1.0)
+            b_m, b_l = _normaliser(_careful(b_s, scale, live, o_n, parts, EACH, 1), b_m, b_l, 1.0)
         else:
             b_m, b_l = _normaliser(b_s, b_m, b_l, scale)
     return b_m, b_l
 
 
+@triton.jit
+def _part_sums(
+    b_q, p_k, live, parts, scale_log2, m_row, D: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of rows' exponentials over all means of keys: maxima, log2 of sums (see `_finished`), and whether to be careful.
+
+    Only the last tile is careful of parts without keys, and of NaN and infinities; all tiles are if a row has shown
+    some, with a key mask, or if the scale is not positive, when the largest product is not the largest logit.
+    """
+    b_m = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
+    b_l = tl.zeros([b_q.shape[0]], tl.float32)
+    whole = 0  # means before it are of EACH parts with keys
+    if live is None:
+        whole = tl.where(scale_log2 > 0, parts // EACH // BN * BN, 0)
+        b_m, b_l = _part_normaliser(
+            b_q, p_k, live, b_m, b_l, 0, whole, parts, scale_log2, D, BN, EACH, False, PRECISION
+        )  # fmt: skip
+        if _is_odd(b_m, b_l) & (whole > 0):
+            whole = 0
+            b_m = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
+            b_l = tl.zeros([b_q.shape[0]], tl.float32)
+    end = tl.cdiv(parts, EACH)
+    b_m, b_l = _part_normaliser(b_q, p_k, live, b_m, b_l, whole, end, parts, scale_log2, D, BN, EACH, True, PRECISION)
+    b_base, b_log = _finished(b_m, b_l, m_row)
+    return b_base, b_log, (live is not None) | (scale_log2 <= 0) | _is_odd(b_m, b_l)
+
+
+@triton.jit
+def _is_odd(b_m, b_l):
+    """Whether rows have shown NaN or infinities, or logits so large that one multiply-add has too few digits left."""
+    return tl.min(((tl.abs(b_m) < 4096.0) & (b_l == b_l)).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _shares(
+    b_q, p_k, live, o_n, o_d, parts, scale_log2, b_base, b_log, D: tl.constexpr, K_PARTS: tl.constexpr,
+    CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What parts of q give blocks of keys, of `_part_sums`: [BN // K_PARTS, BM]; o_n [BN]: as `_near_rows` has them.
+
+    The product is transposed, so that a lane has whole blocks of q to sum over.
+    """
+    b_k = _part_means(p_k, o_n, o_d, parts, D, CAREFUL)
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+    if CAREFUL:
+        b_s = _careful(b_s, scale_log2, live, o_n, parts, 1, 0)
+        b_s = _below_largest(b_s, b_base[None, :]) - b_log[None, :]
+    else:
+        b_s = tl.fma(b_s, scale_log2, -(b_base + b_log)[None, :])
+    return _near_sums(tl.math.exp2(b_s), K_PARTS)
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def part_mass_kernel(
-    q_means, k_means, live, spreads, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
+    q_means, k_means, live, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
 
-    With spreads fp32 [B, Hk, NK]: spreads[j]^2 * sum over a of (sum over b of softmax_b)^2.
     means [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
     padding; live uint8 [B, NK * K_PARTS]: parts with a key left, or None -> fp32 [B, H, NQ, NK].
 
-    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses. There
-    the product is transposed, so that a lane has whole blocks of q to sum over. Only the last tile is careful of parts
-    without keys, and of NaN and infinities; all tiles are if a row has shown some, with a key mask, or if the scale is
-    not positive, when the largest product is not the largest logit.
+    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
     """
-    HAS_LIVE: tl.constexpr = live is not None
-    SQUARES: tl.constexpr = spreads is not None
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_m = tl.cdiv(NQ * PARTS, BM)
+    bh, tile = pid // tiles_m, pid % tiles_m
+    b, h = bh // H, bh % H
+    o_m = tile * BM + _lane_rows(BM, PARTS)
+    o_d = tl.arange(0, D_PAD)
+    p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
+    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * K_PARTS * D
+    p_live = live
+    if live is not None:
+        p_live = live + b * NK * K_PARTS
+    b_base, b_log, careful = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, o_m < parts_q, D, BN, 1, PRECISION)
+    whole = tl.where(careful, 0, parts_k // BN * BN)
+    o_i = tile * (BM // PARTS) + _lane_blocks(BM, PARTS)
+    for CAREFUL in tl.static_range(0 if live is None else 1, 2):
+        for first in range(whole if CAREFUL else 0, parts_k if CAREFUL else whole, BN):
+            o_n = first + _near_rows(BN, K_PARTS)
+            b_p = _shares(
+                b_q, p_k, p_live, o_n, o_d, parts_k, scale_log2, b_base, b_log, D, K_PARTS, CAREFUL == 1, PRECISION
+            )  # fmt: skip
+            o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
+            m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
+            tl.store(mass + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], _lane_sums(b_p, PARTS), mask=m_out)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
+def widen_kernel(
+    means, live, wide, farthest, N, W, H, D: tl.constexpr, D_PAD: tl.constexpr, PER_WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """wide[w] = the mean of PER_WIDE parts' means, of those that have a key: [B, H, N, D] -> [B, H, W, D].
+
+    live uint8 [B, N]: which those are; None: all. farthest fp32 [B, H]: how far a part's mean is from its wide one.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, D_PAD)
+    b_far = tl.zeros([ROWS], tl.float32)
+    for first in range(0, W, ROWS):
+        o_w = first + tl.arange(0, ROWS)
+        b_sum = tl.zeros([ROWS, D_PAD], tl.float32)
+        b_number = tl.zeros([ROWS], tl.int32)
+        for i in tl.static_range(PER_WIDE):
+            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, N)
+            p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
+            b_sum += tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+            b_number += m_n.to(tl.int32)
+        b_mean = (b_sum / tl.maximum(b_number, 1).to(tl.float32)[:, None]).to(wide.dtype.element_ty)
+        p_w = wide + (bh * W + o_w)[:, None] * D + o_d[None, :]
+        tl.store(p_w, b_mean, mask=(o_w < W)[:, None] & (o_d < D)[None, :])
+        for i in tl.static_range(PER_WIDE):
+            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, N)
+            p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
+            b_apart = tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+            b_apart = b_apart - b_mean.to(tl.float32)
+            b_apart = tl.sum(b_apart * b_apart, 1)
+            b_apart = tl.where(b_apart == b_apart, b_apart, float("inf"))  # maxima leave NaN out
+            b_far = tl.maximum(b_far, tl.where(m_n, b_apart, 0.0))
+    tl.store(farthest + bh, tl.sqrt(tl.max(b_far, 0)))
+
+
+@triton.jit
+def _has_key(live, start, o_n, N):
+    """Which parts o_n have a key."""
+    m_n = o_n < N
+    if live is not None:
+        m_n = tl.load(live + start + o_n, mask=m_n, other=0) != 0
+    return m_n
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
+def part_error_kernel(
+    q_means, k_means, wide, farthest, live, numbers, spreads, errors, scale_log2, H, SHARED, NQ, NK, W, parts_q,
+    parts_k,
+    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, PER_WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """errors[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, see `predictors.part_errors`.
+
+    Means, parts and live as for `part_mass_kernel`; wide [B, Hk, W, D] and farthest [B, Hk]: see `widen_kernel`;
+    numbers uint8 [B, W]: how many parts of a wide mean have a key, given with `live`; spreads fp32 [B, Hk, NK].
+
+    The first walk is over `wide`, for what shares are normalised by, the second over all parts. A logit is at most
+    |q| * farthest above that of its wide mean: only if a share might reach 2^60 there is a walk over all parts between,
+    and rows that have such a share are normalised by that.
+    """
+    MOST: tl.constexpr = 60.0
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(NQ * PARTS, BM)
     bh, tile = pid // tiles_m, pid % tiles_m
@@ -197,42 +340,34 @@ def part_mass_kernel(
     b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
     k_bh = b * (H // SHARED) + h // SHARED
     p_k = k_means + k_bh * NK * K_PARTS * D
-    p_live = live
-    whole = parts_k // BN * BN  # tiles before it have keys in every part
-    if HAS_LIVE:
-        p_live, whole = live + b * NK * K_PARTS, 0
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    if not HAS_LIVE:
-        whole = tl.where(scale_log2 > 0, whole, 0)
-        b_m, b_l = _part_normaliser(b_q, p_k, p_live, b_m, b_l, 0, whole, parts_k, scale_log2, D, BN, False, PRECISION)
-        # NaN and infinities show here; of very large logits one multiply-add would have too few digits left
-        if tl.min(((tl.abs(b_m) < 4096.0) & (b_l == b_l)).to(tl.int32), 0) == 0:
-            whole = 0
-            b_m = tl.full([BM], float("-inf"), tl.float32)
-            b_l = tl.zeros([BM], tl.float32)
-    b_m, b_l = _part_normaliser(b_q, p_k, p_live, b_m, b_l, whole, parts_k, parts_k, scale_log2, D, BN, True, PRECISION)
-    b_base, b_log = _finished(b_m, b_l, o_m < parts_q)
+    p_live, p_numbers = live, numbers
+    if live is not None:
+        p_live, p_numbers = live + b * NK * K_PARTS, numbers + b * W
+    m_row = o_m < parts_q
+    b_size = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+    above = tl.max(tl.where(b_size == b_size, b_size, float("inf")), 0)
+    above = tl.sqrt(above) * tl.load(farthest + k_bh) * tl.abs(scale_log2)
+    b_base, b_log, careful = _part_sums(
+        b_q, wide + k_bh * W * D, p_numbers, parts_k, scale_log2, m_row, D, BN, PER_WIDE, PRECISION
+    )  # fmt: skip
+    b_log += tl.math.log2(1.0 * PER_WIDE)
+    if (above < MOST) == 0:
+        b_top, b_sum, _ = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
+        m_above = b_top - (b_base + b_log) >= MOST
+        b_base, b_log = tl.where(m_above, b_top, b_base), tl.where(m_above, b_sum, b_log)
+    whole = tl.where(careful, 0, parts_k // BN * BN)
     o_i = tile * (BM // PARTS) + _lane_blocks(BM, PARTS)
-    for careful in tl.static_range(1 if HAS_LIVE else 0, 2):
-        for first in range(whole if careful == 1 else 0, parts_k if careful == 1 else whole, BN):
+    for CAREFUL in tl.static_range(0 if live is None else 1, 2):
+        for first in range(whole if CAREFUL else 0, parts_k if CAREFUL else whole, BN):
             o_n = first + _near_rows(BN, K_PARTS)
-            b_k = _part_means(p_k, o_n, o_d, parts_k, D, careful == 1)
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
-            if careful == 1:
-                b_s = _careful(b_s, scale_log2, p_live, o_n, parts_k, 0)
-                b_s = _below_largest(b_s, b_base[None, :]) - b_log[None, :]
-            else:
-                b_s = tl.fma(b_s, scale_log2, -(b_base + b_log)[None, :])
-            b_p = _near_sums(tl.math.exp2(b_s), K_PARTS)
+            b_p = _shares(
+                b_q, p_k, p_live, o_n, o_d, parts_k, scale_log2, b_base, b_log, D, K_PARTS, CAREFUL == 1, PRECISION
+            )  # fmt: skip
             o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
             m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
-            if SQUARES:
-                b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
-                b_mass = _lane_sums(b_p * b_p, PARTS) * (b_spread * b_spread)[:, None]
-            else:
-                b_mass = _lane_sums(b_p, PARTS)
-            tl.store(mass + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_mass, mask=m_out)
+            b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
+            b_error = tl.sqrt(_lane_sums(b_p * b_p, PARTS)) * (b_spread * b_spread)[:, None]
+            tl.store(errors + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_error, mask=m_out)
 
 
 @triton.jit
