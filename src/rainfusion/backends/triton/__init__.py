@@ -291,12 +291,17 @@ def _means(request: Request, keys: Keys | None) -> _Means:
     else:
         k_means, spreads = keys.means, keys.spreads
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
-    found = _widened(k_means, live) if method.spreads else (None, None, None)
+    found = (
+        _widened(k_means, live, _present(request.k_layout, method.k_parts)) if method.spreads else (None, None, None)
+    )
     return _Means(q_means, k_means, live, spreads, *found)
 
 
-def _widened(means: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`spread.widened`, how far a head's means are from theirs, and numbers where not all but the last are TOGETHER."""
+def _widened(means: Tensor, live: Tensor | None, present: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`spread.widened`, how far a head's means are from theirs, and numbers where not all but the last are TOGETHER.
+
+    Without `live` the first `present` means are those of keys.
+    """
     from rainfusion.backends.triton.kernels import ranking
 
     batch, heads, number, head_dim = means.shape
@@ -305,13 +310,18 @@ def _widened(means: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor
     farthest = means.new_empty((batch, heads), dtype=torch.float32)
     launch(
         ranking.widen_kernel, batch * heads,
-        means, None if live is None else as_bytes(live), wide, farthest, number, groups, heads,
+        means, None if live is None else as_bytes(live), wide, farthest, number, groups, heads, present,
         D=head_dim, D_PAD=_padded(head_dim), PER_WIDE=spread.TOGETHER, ROWS=4096 // _padded(head_dim), num_warps=8,
     )  # fmt: skip
     if live is None:
         return wide, farthest, None
     padded = F.pad(live, (0, groups * spread.TOGETHER - number))
     return wide, farthest, padded.unflatten(1, (groups, spread.TOGETHER)).sum(2, dtype=torch.uint8)
+
+
+def _present(layout: TokenLayout, parts: int) -> int:
+    """How many parts of blocks are not padding."""
+    return math.ceil(layout.seq_len / (layout.block_size // parts))
 
 
 def _rf_v2_scores(request: Request, means: _Means) -> Tensor:
@@ -348,11 +358,7 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
     tile = tuning.part_tile(_capability(means.q), _padded(head_dim), means.q.dtype.itemsize)
     programs = batch * heads * math.ceil(rows * parts / tile.queries)
     places = request.scale * LOG2E, heads, request.gqa_ratio, rows, columns
-    # parts that are not padding
-    lengths = (
-        math.ceil(q_layout.seq_len / (q_layout.block_size // parts)),
-        math.ceil(k_layout.seq_len / (k_layout.block_size // k_parts)),
-    )
+    lengths = _present(q_layout, parts), _present(k_layout, k_parts)
     sizes = dict(
         D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits

@@ -271,12 +271,12 @@ def part_mass_kernel(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def widen_kernel(
-    means, live, wide, farthest, N, W, H, D: tl.constexpr, D_PAD: tl.constexpr, PER_WIDE: tl.constexpr,
+    means, live, wide, farthest, N, W, H, parts_k, D: tl.constexpr, D_PAD: tl.constexpr, PER_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """wide[w] = the mean of PER_WIDE parts' means, of those that have a key: [B, H, N, D] -> [B, H, W, D].
 
-    live uint8 [B, N]: which those are; None: all. farthest fp32 [B, H]: how far a part's mean is from its wide one.
+    live uint8 [B, N]: which those are; None: the first parts_k. farthest fp32 [B, H]: how far one is from its wide one.
     """
     bh = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
@@ -286,7 +286,7 @@ def widen_kernel(
         b_sum = tl.zeros([ROWS, D_PAD], tl.float32)
         b_number = tl.zeros([ROWS], tl.int32)
         for i in tl.static_range(PER_WIDE):
-            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, N)
+            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, parts_k)
             p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
             b_sum += tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
             b_number += m_n.to(tl.int32)
@@ -294,7 +294,7 @@ def widen_kernel(
         p_w = wide + (bh * W + o_w)[:, None] * D + o_d[None, :]
         tl.store(p_w, b_mean, mask=(o_w < W)[:, None] & (o_d < D)[None, :])
         for i in tl.static_range(PER_WIDE):
-            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, N)
+            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, parts_k)
             p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
             b_apart = tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
             b_apart = b_apart - b_mean.to(tl.float32)
@@ -305,9 +305,9 @@ def widen_kernel(
 
 
 @triton.jit
-def _has_key(live, start, o_n, N):
+def _has_key(live, start, o_n, parts_k):
     """Which parts o_n have a key."""
-    m_n = o_n < N
+    m_n = o_n < parts_k
     if live is not None:
         m_n = tl.load(live + start + o_n, mask=m_n, other=0) != 0
     return m_n

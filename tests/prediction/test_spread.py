@@ -1,0 +1,122 @@
+"""predictor="spread": shares of attention normalised from wide means, and scores of calls with peaks in them."""
+
+import pytest
+import torch
+
+from helpers import oracle
+from helpers.inputs import randn
+from helpers.planned import request
+from rainfusion import predict_mask
+from rainfusion.backends import portable
+from rainfusion.backends import triton as triton_backend
+from rainfusion.prediction import spread
+
+pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter
+
+BACKENDS = ["portable", "reference", "triton"]
+FINE = dict(sparse_type="rf_v2", predictor="spread", block_size=(128, 32))
+AXIS = torch.eye(16)[0]
+
+
+def by_definition(q, k, scale, block_size, keep=None):
+    order_q, order_k = list(range(q.shape[2])), list(range(k.shape[2]))
+    keep = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if keep is None else keep
+    return oracle.mean_errors(q, k, scale, order_q, order_k, keep, block_size)
+
+
+def scores_of(backend, q, k, keep=None, **options):
+    call = request(q, k, k, keep, **dict(FINE, sparsity=0.7, **options))
+    return (triton_backend if backend == "triton" else portable).scores(call, None)
+
+
+def few_keys(batch, length):
+    """Parts, and four of them in a row, without a key, and some with one."""
+    keep = torch.rand(batch, length, generator=torch.Generator().manual_seed(2)) < 0.7
+    keep[:, 256:400], keep[0, 70:128], keep[-1, 64:95] = False, False, False
+    return keep
+
+
+@pytest.mark.parametrize("size", [1.0, 5.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("block_size", [(128, 32), (128, 64), 128, 64])
+@pytest.mark.parametrize("backend", ["portable", "triton"])
+def test_scores_are_those_of_the_definition(backend, block_size, masked, size):
+    q, k = size * randn(2, 4, 300, 16), randn(2, 2, 700, 16, seed=1)  # 22 parts of keys: the last wide mean is of two
+    keep = few_keys(2, 700) if masked else None
+    found = scores_of(backend, q, k, keep, block_size=block_size)
+    expected = by_definition(q, k, 0.25, block_size, keep)
+    assert torch.equal(found == -torch.inf, expected == -torch.inf)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-12)
+
+
+def test_wide_means_are_of_parts_that_have_a_key():
+    means = randn(2, 3, 10, 8)
+    live = torch.ones(2, 10, dtype=torch.bool)
+    live[0, 4:8], live[1, 1] = False, False
+    wide = spread.widened(means, live)
+    assert wide.numbers.tolist() == [[4, 0, 2], [3, 4, 2]]
+    torch.testing.assert_close(wide.means[0, :, 0], means[0, :, :4].mean(1))
+    torch.testing.assert_close(wide.means[1, :, 0], means[1, :, [0, 2, 3]].mean(1))
+    torch.testing.assert_close(wide.means[:, :, 2], means[:, :, 8:].mean(2))
+    assert not wide.means[0, :, 1].any()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 37, 300])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_widens_alike(dtype, masked, length):
+    means = randn(2, 3, length, 40).to(dtype)
+    live = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) < 0.6 if masked else None
+    found, farthest, numbers = triton_backend._widened(means, live, length)
+    everything = torch.ones(2, length, dtype=torch.bool) if live is None else live
+    expected = spread.widened(means, everything)
+    torch.testing.assert_close(found, expected.means)
+    if live is not None:
+        assert torch.equal(numbers.long(), expected.numbers)
+    apart = (means.float() - found.float().repeat_interleave(4, 2)[:, :, :length]).norm(dim=-1)
+    torch.testing.assert_close(farthest, apart.masked_fill(~everything[:, None], 0.0).amax(2), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [float("nan"), float("inf")])
+def test_a_head_with_a_mean_that_is_not_finite_is_looked_at_closely(kind):
+    means = randn(1, 2, 20, 16)
+    means[0, 1, 7, 3] = kind
+    assert triton_backend._widened(means, None, 20)[1].isfinite().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("gap", [10.0, 300.0, 1e4, 1e8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_two_peaks_the_higher_one_is_kept(backend, gap):
+    """Both are far above wide means, so that the square of a share would be infinite: and the lower one comes first."""
+    q, k = randn(1, 1, 128, 16) + 10.0 * AXIS, 0.1 * randn(1, 1, 1024, 16, seed=1)
+    k[:, :, 96:128] += 2 * gap * AXIS + 0.5 * randn(32, 16, seed=2)  # with more spread, too
+    k[:, :, 544:576] += 3 * gap * AXIS
+    kept = predict_mask(q, k, scale=0.1, sparsity=31 / 32, **FINE, backend=backend).to_dense()
+    assert kept[0, 0, 0].nonzero().flatten().tolist() == [17]
+
+
+@pytest.mark.parametrize("backend", ["portable", "triton"])
+def test_others_have_their_shares_beside_a_peak(backend):
+    """A peak is kept anyway: the parts of a row that see it say of the other blocks what they would without it."""
+    q, k = randn(1, 1, 128, 16), randn(1, 1, 1024, 16, seed=1)
+    q[..., 0] = 4.0
+    alone = scores_of(backend, q, k)
+    k[:, :, 96:128, 0] += 30.0
+    beside = scores_of(backend, q, k)
+    others = [j for j in range(32) if j // 4 != 0]
+    assert (beside[..., 3] > 10 * beside[..., others].amax()).all()
+    assert (beside[..., others] > alone[..., others] / 500).all()  # a normaliser of parts would leave exp(-30) of them
+    assert torch.equal(beside[..., others].argsort(-1), alone[..., others].argsort(-1))
+
+
+@pytest.mark.parametrize("backend", ["portable", "triton"])
+def test_a_row_does_not_depend_on_rows_beside_it(backend):
+    """Some see shares beyond 2^60, and are normalised in another way."""
+    q, k = randn(1, 1, 8 * 128, 16), randn(1, 1, 1024, 16, seed=1)
+    k[:, :, 96:128, 0] += 100.0
+    alone = scores_of(backend, q, k)
+    q[:, :, 3 * 128 : 3 * 128 + 8, 0] = 100.0
+    beside = scores_of(backend, q, k)
+    same = [i for i in range(8) if i != 3]
+    assert torch.equal(beside[:, :, same], alone[:, :, same])
+    assert not torch.equal(beside[:, :, 3], alone[:, :, 3])
