@@ -143,6 +143,23 @@ def test_parts_choose_what_the_cpu_does_but_for_near_ties(backend, name, predict
     assert differ.max() <= 2
 
 
+@pytest.mark.parametrize("gap", [10.0, 300.0, 1e4])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_by_spread_the_higher_one_of_two_peaks_is_kept(backend, dtype, gap):
+    """In one row of many; squares of shares beyond 2^64 would be infinite, and the lower peak comes first."""
+    q, k, v = (0.1 * gpu.randn(1, 2, 4096, 64, dtype=dtype, seed=i) for i in range(3))
+    q[:, 1, 1280:1408, 0] = 10.0
+    k[:, 1, 96:128, 0], k[:, 1, 544:576, 0] = 2 * gap, 3 * gap
+    kwargs = dict(sparse_type="rf_v2", predictor="spread", block_size=(128, 32), scale=0.1, sparsity=127 / 128)
+    result = gpu.attend(backend, q, k, v, **kwargs, return_mask=True)
+    if result is None:
+        return
+    kept = result[-1].to_dense()
+    assert kept[0, 1, 10].nonzero().flatten().tolist() == [17]
+    there = predict_mask(q.cpu(), k.cpu(), **kwargs).to_dense()
+    assert (kept.cpu() != there).any(-1).float().mean() < 0.05
+
+
 def test_a_target_error_is_kept_on_the_device_as_on_the_cpu(backend):
     q, k, v = gpu.qkv(dtype=BF16)
     dense = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), enable_gqa=True)
