@@ -156,7 +156,7 @@ def test_the_meter_counts_long_self_attention_only():
         F.scaled_dot_product_attention(long, text, text)
         F.scaled_dot_product_attention(short, short, short)
     assert meter.lengths == [300, 300]
-    assert meter.milliseconds() > 0
+    assert 0 < meter.milliseconds() < meter.whole_milliseconds()
     assert torch.equal(out, F.scaled_dot_product_attention(long, long, long))
 
 

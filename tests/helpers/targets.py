@@ -63,7 +63,7 @@ TARGETS = {
     "gfx1100": Target("hip", "gfx1100", 32, 64 * 1024),
 }
 TENSOR_MEMORY = 512  # columns of it on sm_100
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class Size(NamedTuple):

@@ -95,6 +95,19 @@ def test_of_two_peaks_the_higher_one_is_kept(backend, gap):
     assert kept[0, 0, 0].nonzero().flatten().tolist() == [17]
 
 
+@pytest.mark.parametrize("gap", [1e4, 1e7, 1e9])
+def test_peaks_that_a_wide_mean_has_nothing_of_are_looked_at_closely(gap):
+    """Two parts far from all others, and opposite to each other, among the same four; their row has one part."""
+    axis = torch.nn.functional.normalize(AXIS + 0.1 * randn(16, seed=4), dim=0)
+    for seed in range(6):
+        q, k = 0.1 * randn(1, 1, 8, 16, seed=seed) + 10.0 * AXIS, 0.1 * randn(1, 1, 4096, 16, seed=seed + 1)
+        k[:, :, 512:544] -= gap * axis + randn(32, 16, seed=5)
+        k[:, :, 544:576] += gap * axis + randn(32, 16, seed=6)
+        found, expected = (scores_of(backend, q, k, scale=0.1) for backend in ("triton", "portable"))
+        assert found.isfinite().all()
+        assert found[0, 0, 0].argmax() == expected[0, 0, 0].argmax() == 17
+
+
 @pytest.mark.parametrize("backend", ["portable", "triton"])
 def test_others_have_their_shares_beside_a_peak(backend):
     """A peak is kept anyway: the parts of a row that see it say of the other blocks what they would without it."""

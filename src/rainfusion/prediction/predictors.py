@@ -70,14 +70,15 @@ def part_errors(
     q_parts: int,
     k_parts: int,
 ) -> Tensor:
-    """error[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, in fp32: about what mean j leaves behind.
+    """error[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, in fp32: for what mean j leaves behind.
 
         share[a, j] = sum over the parts b of block j of exp(scale * mean_q[a] . mean_k[b]) / norm[a]
         norm[a] = sum over w of numbers[w] * exp(scale * mean_q[a] . wide[w])
 
     Means of more keys leave out what stands out among them: beside a block that has nearly all of the attention, and is
-    kept anyway, the others have shares as if it were not there. Only if a share of part a reaches `spread.MOST`, whose
-    square fp32 would soon not hold, norm[a] is the sum over all parts of keys.
+    kept anyway, the others have shares as if it were not there. Only if part a gives a part of keys `spread.MOST` or
+    more, norm[a] is the sum over all parts of keys: fp32 holds 16 squares of sums of four that are less. The power of
+    the spread is what served best.
     Shapes as in `part_mass`; spreads [B, Hk, NK]; -inf where block j has no key left.
     """
     batch, heads, rows, _ = q_means.shape

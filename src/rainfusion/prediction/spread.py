@@ -25,7 +25,7 @@ from rainfusion.slabs import head_slabs
 EVERY = 8  # a query of so many is in the sample
 GAIN = 0.25  # of the variance, by which a mean counts for more
 TOGETHER = 4  # parts of keys to a mean of `Wide`: 128 keys
-MOST = 2.0**60  # of a share, see `predictors.part_errors`
+MOST = 2.0**60  # that a part may be given, see `predictors.part_errors`
 _SLAB_BYTES = 64 * 2**20
 
 

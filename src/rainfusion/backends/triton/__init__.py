@@ -364,6 +364,8 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
         # products of tf32: means of 32 tokens say less than their eleven bits
         PRECISION=_products(means.q, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if tile.registers is not None:
+        sizes["maxnreg"] = tile.registers
     if means.wide is None:
         launch(ranking.part_mass_kernel, programs, means.q, means.k, live, found, *places, *lengths, **sizes)
     else:

@@ -149,7 +149,7 @@ def _careful(b_s, scale, live, o_n, parts, EACH: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def _below_largest(b_s, b_base):
-    """b_s - b_base; of logits so large that their rounding decides, as good as the largest is the largest.
+    """b_s - b_base, 0 where logits are so large that only their rounding is between them and b_base, the largest.
 
     A product that is transposed may add up its channels in another order. Where logits are 1e9 a last bit of them is
     the difference between all of the mass and none.
@@ -352,7 +352,8 @@ def part_error_kernel(
     )  # fmt: skip
     b_log += tl.math.log2(1.0 * PER_WIDE)
     if (above < MOST) == 0:
-        b_top, b_sum, _ = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
+        b_top, b_sum, large = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
+        careful = careful | large  # what parts have may be gone from their mean
         m_above = b_top - (b_base + b_log) >= MOST
         b_base, b_log = tl.where(m_above, b_top, b_base), tl.where(m_above, b_sum, b_log)
     whole = tl.where(careful, 0, parts_k // BN * BN)

@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Queries of a program, keys at a time, warps, stages of the pipeline, whether descriptors bring the keys."""
+    """Queries of a program, keys at a time, warps, stages of the pipeline, whether descriptors bring the keys.
+
+    registers: of a lane at most, where the compiler would take those of another program that fits beside it.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
     described: bool = False
+    registers: int | None = None
 
 
 # (capability at least, head dim at most, bytes of an element) -> sizes
@@ -99,8 +103,10 @@ def mass_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -
 
 
 def part_tile(capability: tuple[int, int] | str, head_dim: int, itemsize: int) -> Tile:
-    """For the mass between part means: parts of queries and of keys."""
+    """For the mass between part means, and for their errors: parts of queries and of keys."""
     if itemsize == 2:
+        if capability == (9, 0) and head_dim <= 128:  # two programs: one with a key mask would take 150 registers
+            return Tile(128, 64, 8, 3, registers=128)
         if _roomy(capability):
             return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 4, 2)
         if head_dim > 128:
