@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from helpers import oracle
-from helpers.inputs import qkv
+from helpers.inputs import qkv, randn
 from helpers.planned import request
 from rainfusion import BlockMask, sparse_attention
 from rainfusion.backends import triton as triton_backend
+from rainfusion.prediction import spread
 
 pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter, compilers
 
@@ -154,6 +155,31 @@ def test_biases_are_kept_in_as_many_bits_as_they_need(dtype, bias, kept):
     exact, exact_lse = sparse_attention(*(x.double() for x in (q, k, v)), added, **call, backend="reference")
     torch.testing.assert_close(out.double(), exact, rtol=4e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
     torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_mean_counts_for_more_by_the_power_of_its_row(rows, dtype):
+    """Of several rows at a time, where a list may be longer than what is read of it at once."""
+    blocks, sizes = 800, torch.tensor([0.0, 0.1, 1.0, 100.0])  # factors of 1, of hardly more, and of thousands
+    q, k = randn(1, 4, rows * 128 - 37, 16) * sizes[:, None, None], randn(1, 2, 32 * blocks - 5, 16, seed=1)
+    q, k = q.to(dtype), k.to(dtype)
+    dense = torch.rand(1, 4, rows, blocks, generator=torch.Generator().manual_seed(3)) < 0.1
+    dense[:, 1:, 0] = torch.rand(blocks, generator=torch.Generator().manual_seed(4)) < 0.7
+    dense[:, 0, -1] = False
+    mask = BlockMask.from_dense(dense, (128, 32))
+    call = dict(sparse_type="rf_v2", block_size=(128, 32), predictor="spread", compensate=True, sparsity=0.5)
+    asked = request(q, k, mask=mask, **call)
+    keys = triton_backend.prepare(asked)
+    found = triton_backend.stand_in_bias(asked, mask, keys)[..., :blocks]
+    assert found.dtype == dtype and mask.counts.max() > 512
+    power, spreads = spread.power(q, asked.q_layout).double(), spread.of_keys(k, asked.k_layout).double()
+    more = spread.gain(power[..., None], spreads.repeat_interleave(2, 1)[:, :, None], 0.25).log2()
+    assert not more[:, 0].any() and 1e-2 > more[:, 1].min() > 1e-4 and more.max() > 11
+    number = torch.full((blocks,), 32.0, dtype=torch.double)
+    number[-1] = 27
+    expected = (number.log2() + more).masked_fill(dense, -torch.inf)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-10 if dtype == torch.float16 else 1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

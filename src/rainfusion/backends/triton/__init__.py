@@ -230,7 +230,7 @@ class _Means(NamedTuple):
     live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
     spreads: Tensor | None  # fp32 [B, Hk, NK], with predictor="spread"
     wide: Tensor | None  # [B, Hk, W, D], likewise: `spread.Wide`
-    farthest: Tensor | None  # fp32 [B, Hk], likewise: the largest distance of a mean from its wide one
+    farthest: Tensor | None  # fp32 [B, Hk, pieces], likewise: the largest distances of means from their wide ones
     numbers: Tensor | None  # uint8 [B, W], likewise, if `live` is not None
 
     def of(self, b: int, heads: slice, gqa_ratio: int) -> _Means:
@@ -298,20 +298,21 @@ def _means(request: Request, keys: Keys | None) -> _Means:
 
 
 def _widened(means: Tensor, live: Tensor | None, present: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`spread.widened`, how far a head's means are from theirs, and numbers where not all but the last are TOGETHER.
+    """`spread.widened`, how far means are from theirs, and numbers where not all but the last are TOGETHER.
 
-    Without `live` the first `present` means are those of keys.
+    Without `live` the first `present` means are those of keys. Distances are the largest of pieces of a head.
     """
     from rainfusion.backends.triton.kernels import ranking
 
     batch, heads, number, head_dim = means.shape
-    groups = math.ceil(number / spread.TOGETHER)
+    groups, at_once = math.ceil(number / spread.TOGETHER), 4096 // _padded(head_dim)
+    pieces = math.ceil(groups / at_once)
     wide = means.new_empty((batch, heads, groups, head_dim))
-    farthest = means.new_empty((batch, heads), dtype=torch.float32)
+    farthest = means.new_empty((batch, heads, pieces), dtype=torch.float32)
     launch(
-        ranking.widen_kernel, batch * heads,
+        ranking.widen_kernel, batch * heads * pieces,
         means, None if live is None else as_bytes(live), wide, farthest, number, groups, heads, present,
-        D=head_dim, D_PAD=_padded(head_dim), PER_WIDE=spread.TOGETHER, ROWS=4096 // _padded(head_dim), num_warps=8,
+        D=head_dim, D_PAD=_padded(head_dim), PER_WIDE=spread.TOGETHER, ROWS=at_once, num_warps=8,
     )  # fmt: skip
     if live is None:
         return wide, farthest, None
@@ -372,7 +373,7 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
         launch(
             ranking.part_error_kernel, programs,
             means.q, means.k, means.wide, means.farthest, live, means.numbers, means.spreads, found, *places,
-            means.wide.shape[2], *lengths,
+            means.wide.shape[2], means.farthest.shape[2], *lengths,
             **sizes, PER_WIDE=spread.TOGETHER,
         )  # fmt: skip
     if means.live is not None:
@@ -587,15 +588,16 @@ def stand_in_bias(request: Request, mask: BlockMask, keys: Keys) -> Tensor | Non
     q, layout, weights = request.q, request.q_layout, keys.weights
     q = whole_rows(q) if keys.spreads is not None else q  # else it is not read
     batch, heads, rows, columns = mask.indices.shape
-    tiles = weights.shape[1] // mask.q_block
+    tiles, at_once = weights.shape[1] // mask.q_block, 4
     bias = weights.new_empty((batch, heads, rows, (tiles + 1) * mask.q_block))
     launch(
-        stand_ins_kernel, batch * heads * rows,
+        stand_ins_kernel, batch * heads * math.ceil(rows / at_once),
         mask.counts.contiguous(), mask.indices.contiguous(), weights, keys.bias, keys.spreads,
         None if keys.spreads is None else q, layout.order, bias, *row_strides(q), tiles if len(weights) > 1 else 0,
         spread.GAIN * request.scale**2, heads, request.gqa_ratio, rows, columns, tiles, q.shape[2], keys.length,
         UNIT=row_unit(q), D=q.shape[3], D_PAD=_padded(q.shape[3]), BLOCK=mask.q_block, KEYS=mask.k_block,
-        BN=1024, EVERY=spread.EVERY, HAS_ORDER=not layout.is_identity, num_warps=4,
+        ROWS=at_once, BN=512, LIST=512, EVERY=spread.EVERY, HAS_ORDER=not layout.is_identity,
+        num_warps=4 if q.shape[3] <= 128 else 8,
     )  # fmt: skip
     return bias
 

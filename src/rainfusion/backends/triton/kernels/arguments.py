@@ -11,8 +11,8 @@ elements, UNIT, and the compiler sees them multiplied (`backends.triton.whole_ro
 _STRIDES = tuple(f"{x}stride_{side}" for x in ("", "q_", "k_", "v_", "out_") for side in "bhs")
 SIZES = (
     *_STRIDES, "rows_stride", "schedule_stride", "weights_stride", "H", "SHARED", "S", "Sq", "Sk", "N", "NQ", "NK",
-    "ALL", "EACH", "FIRST", "SPARE", "TILES", "TURNS", "TOGETHER", "W", "parts_q", "parts_k", "heads", "number",
-    "candidates", "protected", "share_bits",
+    "ALL", "EACH", "FIRST", "SPARE", "TILES", "TURNS", "TOGETHER", "W", "pieces", "parts_q", "parts_k", "heads",
+    "number", "candidates", "protected", "share_bits",
 )  # fmt: skip
 # the caller's, and parts of larger ones
 ANYWHERE = (

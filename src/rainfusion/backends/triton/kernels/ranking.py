@@ -276,32 +276,35 @@ def widen_kernel(
 ):  # fmt: skip
     """wide[w] = the mean of PER_WIDE parts' means, of those that have a key: [B, H, N, D] -> [B, H, W, D].
 
-    live uint8 [B, N]: which those are; None: the first parts_k. farthest fp32 [B, H]: how far one is from its wide one.
+    live uint8 [B, N]: which those are; None: the first parts_k. farthest fp32 [B, H, ceil(W / ROWS)]: how far a mean is
+    from its wide one, at most, among those of ROWS wide ones, which a program has.
     """
-    bh = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0).to(tl.int64)
+    pieces = tl.cdiv(W, ROWS)
+    bh = pid // pieces
+    o_w = (pid % pieces).to(tl.int32) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, D_PAD)
+    m_d = (o_d < D)[None, :]
+    p_means = means + bh * N * D + o_d[None, :]
+    b_sum = tl.zeros([ROWS, D_PAD], tl.float32)
+    b_number = tl.zeros([ROWS], tl.int32)
+    for i in tl.static_range(PER_WIDE):
+        o_n = o_w * PER_WIDE + i
+        m_n = _has_key(live, bh // H * N, o_n, parts_k)
+        b_sum += tl.load(p_means + o_n[:, None] * D, mask=m_n[:, None] & m_d, other=0.0).to(tl.float32)
+        b_number += m_n.to(tl.int32)
+    b_mean = (b_sum / tl.maximum(b_number, 1).to(tl.float32)[:, None]).to(wide.dtype.element_ty)
+    tl.store(wide + (bh * W + o_w)[:, None] * D + o_d[None, :], b_mean, mask=(o_w < W)[:, None] & m_d)
     b_far = tl.zeros([ROWS], tl.float32)
-    for first in range(0, W, ROWS):
-        o_w = first + tl.arange(0, ROWS)
-        b_sum = tl.zeros([ROWS, D_PAD], tl.float32)
-        b_number = tl.zeros([ROWS], tl.int32)
-        for i in tl.static_range(PER_WIDE):
-            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, parts_k)
-            p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
-            b_sum += tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-            b_number += m_n.to(tl.int32)
-        b_mean = (b_sum / tl.maximum(b_number, 1).to(tl.float32)[:, None]).to(wide.dtype.element_ty)
-        p_w = wide + (bh * W + o_w)[:, None] * D + o_d[None, :]
-        tl.store(p_w, b_mean, mask=(o_w < W)[:, None] & (o_d < D)[None, :])
-        for i in tl.static_range(PER_WIDE):
-            m_n = _has_key(live, bh // H * N, o_w * PER_WIDE + i, parts_k)
-            p_n = means + (bh * N + o_w * PER_WIDE + i)[:, None] * D + o_d[None, :]
-            b_apart = tl.load(p_n, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-            b_apart = b_apart - b_mean.to(tl.float32)
-            b_apart = tl.sum(b_apart * b_apart, 1)
-            b_apart = tl.where(b_apart == b_apart, b_apart, float("inf"))  # maxima leave NaN out
-            b_far = tl.maximum(b_far, tl.where(m_n, b_apart, 0.0))
-    tl.store(farthest + bh, tl.sqrt(tl.max(b_far, 0)))
+    for i in tl.static_range(PER_WIDE):
+        o_n = o_w * PER_WIDE + i
+        m_n = _has_key(live, bh // H * N, o_n, parts_k)
+        b_apart = tl.load(p_means + o_n[:, None] * D, mask=m_n[:, None] & m_d, other=0.0).to(tl.float32)
+        b_apart = b_apart - b_mean.to(tl.float32)
+        b_apart = tl.sum(b_apart * b_apart, 1)
+        b_apart = tl.where(b_apart == b_apart, b_apart, float("inf"))  # maxima leave NaN out
+        b_far = tl.maximum(b_far, tl.where(m_n, b_apart, 0.0))
+    tl.store(farthest + pid, tl.sqrt(tl.max(b_far, 0)))
 
 
 @triton.jit
@@ -315,15 +318,16 @@ def _has_key(live, start, o_n, parts_k):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def part_error_kernel(
-    q_means, k_means, wide, farthest, live, numbers, spreads, errors, scale_log2, H, SHARED, NQ, NK, W, parts_q,
-    parts_k,
+    q_means, k_means, wide, farthest, live, numbers, spreads, errors, scale_log2, H, SHARED, NQ, NK, W, pieces,
+    parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, PER_WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """errors[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, see `predictors.part_errors`.
 
-    Means, parts and live as for `part_mass_kernel`; wide [B, Hk, W, D] and farthest [B, Hk]: see `widen_kernel`;
-    numbers uint8 [B, W]: how many parts of a wide mean have a key, given with `live`; spreads fp32 [B, Hk, NK].
+    Means, parts and live as for `part_mass_kernel`; wide [B, Hk, W, D] and farthest [B, Hk, pieces]: see
+    `widen_kernel`; numbers uint8 [B, W]: how many parts of a wide mean have a key, given with `live`; spreads fp32
+    [B, Hk, NK].
 
     The first walk is over `wide`, for what shares are normalised by, the second over all parts. A logit is at most
     |q| * farthest above that of its wide mean: only if a share might reach 2^60 there is a walk over all parts between,
@@ -346,7 +350,11 @@ def part_error_kernel(
     m_row = o_m < parts_q
     b_size = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
     above = tl.max(tl.where(b_size == b_size, b_size, float("inf")), 0)
-    above = tl.sqrt(above) * tl.load(farthest + k_bh) * tl.abs(scale_log2)
+    far = tl.full([], 0.0, tl.float32)
+    for first in range(0, pieces, 32):
+        o_f = first + tl.arange(0, 32)
+        far = tl.maximum(far, tl.max(tl.load(farthest + k_bh * pieces + o_f, mask=o_f < pieces, other=0.0), 0))
+    above = tl.sqrt(above) * far * tl.abs(scale_log2)
     b_base, b_log, careful = _part_sums(
         b_q, wide + k_bh * W * D, p_numbers, parts_k, scale_log2, m_row, D, BN, PER_WIDE, PRECISION
     )  # fmt: skip
