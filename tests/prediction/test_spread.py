@@ -10,6 +10,7 @@ from rainfusion import predict_mask
 from rainfusion.backends import portable
 from rainfusion.backends import triton as triton_backend
 from rainfusion.prediction import spread
+from rainfusion.prediction.pooling import block_means
 
 pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter
 
@@ -147,3 +148,16 @@ def test_a_row_does_not_depend_on_rows_beside_it(backend):
     same = [i for i in range(8) if i != 3]
     assert torch.equal(beside[:, :, same], alone[:, :, same])
     assert not torch.equal(beside[:, :, 3], alone[:, :, 3])
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 256])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_means_of_parts_that_one_program_has_are_those_of_parts_alone(dtype, block_size, head_dim):
+    """The last parts have fewer tokens, one, or none."""
+    for length in (block_size * 3, block_size * 2 + 1, block_size + 20, 5):
+        x = randn(2, 3, length, head_dim).to(dtype)
+        layout = request(x, x, sparse_type="rf_v2", sparsity=0.5, block_size=block_size).q_layout
+        for parts in (1, 4, block_size // 8):
+            found = triton_backend.block_means(x, layout, None, parts)
+            torch.testing.assert_close(found, block_means(x, layout, None, parts), rtol=1e-5, atol=1e-6)

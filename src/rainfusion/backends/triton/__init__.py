@@ -177,7 +177,9 @@ def block_means(
     batch, heads, _, head_dim = x.shape
     means = x.new_empty((batch, heads, layout.num_blocks * parts, head_dim), dtype=dtype)
     size = layout.block_size // parts
-    _pool(x, layout, keep, size, means, None, min(max(1, size // 8), row_warps(x)))
+    # of small blocks one warp has several, so that it asks for enough at once
+    several = max(1, min(32, 4096 // _padded(head_dim)) // size)
+    _pool(x, layout, keep, size, means, None, min(max(1, size // 8), row_warps(x)), several)
     return means
 
 
@@ -206,6 +208,7 @@ def _pool(
     means: Tensor | None,
     spreads: Tensor | None,
     warps: int,
+    several: int = 1,
 ) -> None:
     from rainfusion.backends.triton.kernels import blocks
 
@@ -213,12 +216,11 @@ def _pool(
     batch, heads, length, head_dim = x.shape
     number = layout.num_blocks * (layout.block_size // size)
     launch(
-        blocks.pool_kernel, batch * heads * number,
+        blocks.pool_kernel, batch * heads * math.ceil(number / several),
         x, layout.order, None if keep is None else as_bytes(keep), means, spreads, *row_strides(x), heads, length,
         number,
-        UNIT=row_unit(x), D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, HAS_ORDER=not layout.is_identity,
-        HAS_KEEP=keep is not None,
-        num_warps=warps,
+        UNIT=row_unit(x), D=head_dim, D_PAD=_padded(head_dim), BLOCK=size, SEVERAL=several,
+        HAS_ORDER=not layout.is_identity, HAS_KEEP=keep is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -367,7 +369,7 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
     )  # fmt: skip
     if tile.registers is not None:
         sizes["maxnreg"] = tile.registers
-    if means.wide is None:
+    if means.wide is None or means.farthest is None:
         launch(ranking.part_mass_kernel, programs, means.q, means.k, live, found, *places, *lengths, **sizes)
     else:
         launch(

@@ -32,28 +32,40 @@ def block_spread(b_x, b_mean, m_row, number):
 def pool_kernel(
     x, order, keep, means, spreads,
     stride_b, stride_h, stride_s, H, S, N,
-    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SEVERAL: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
     """Of the kept tokens of block n of x [B, H, S, D]: means[b, h, n] [B, H, N, D], spreads[b, h, n] fp32 [B, H, N].
 
-    Either may be None.
+    Either may be None. A program has SEVERAL blocks: more than one only without spreads.
     """
+    tl.static_assert(SEVERAL == 1 or spreads is None)
     pid = tl.program_id(0).to(tl.int64)
-    bh, block = pid // N, pid % N
+    tiles = tl.cdiv(N, SEVERAL)
+    bh, tile = pid // tiles, pid % tiles
     b, h = bh // H, bh % H
-    o_pos = block * BLOCK + tl.arange(0, BLOCK)
+    o_pos = tile * (SEVERAL * BLOCK) + tl.arange(0, SEVERAL * BLOCK)
     o_token, m_row = tokens_at(o_pos, order, keep, b, S, HAS_ORDER, HAS_KEEP)
     o_d = tl.arange(0, D_PAD)
     p_x = x + (b * stride_b + h * stride_h) * UNIT + o_token[:, None] * (stride_s * UNIT) + o_d[None, :]
     m_x = m_row[:, None] & (o_d < D)[None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)  # [BLOCK, D_PAD]
-    number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
-    b_mean = tl.sum(b_x, 0) / number
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)  # [SEVERAL * BLOCK, D_PAD]
+    p_means = means
     if means is not None:
-        tl.store(means + pid * D + o_d, b_mean.to(means.dtype.element_ty), mask=o_d < D)
-    if spreads is not None:
-        tl.store(spreads + pid, block_spread(b_x, b_mean, m_row, number))
+        p_means = means + (bh * N + tile * SEVERAL) * D + o_d
+    if SEVERAL > 1:
+        number = tl.maximum(tl.sum(tl.reshape(m_row.to(tl.int32), [SEVERAL, BLOCK]), 1), 1).to(tl.float32)
+        b_mean = tl.sum(tl.reshape(b_x, [SEVERAL, BLOCK, D_PAD]), 1) / number[:, None]
+        o_n = tl.arange(0, SEVERAL)[:, None]
+        m_mean = (tile * SEVERAL + o_n < N) & (o_d < D)[None, :]
+        tl.store(p_means[None, :] + o_n * D, b_mean.to(means.dtype.element_ty), mask=m_mean)
+    else:
+        number = tl.maximum(tl.sum(m_row.to(tl.int32), 0), 1).to(tl.float32)
+        b_mean = tl.sum(b_x, 0) / number
+        if means is not None:
+            tl.store(p_means, b_mean.to(means.dtype.element_ty), mask=o_d < D)
+        if spreads is not None:
+            tl.store(spreads + bh * N + tile, block_spread(b_x, b_mean, m_row, number))
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
