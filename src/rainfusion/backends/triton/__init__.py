@@ -42,8 +42,9 @@ _NATIVE = Speed(650e12, 15e-6, 540e12, 2.0e12, 25e-6, 0.36e-3, 0.1e-3, 0.12e-3) 
 _QUANTISED = _NATIVE._replace(sparse_rate=760e12, start=70e-6, host=0.44e-3, host_of_option=0.12e-3, host_again=0.15e-3)
 SPEEDS = {"cuda": {"native": _NATIVE, "int8": _QUANTISED, "fp8": _QUANTISED}}
 MAX_HEAD_DIM = 256
-_RANKED = 131072  # keys whose blocks registers hold while a row is ranked; a row may have up to 16 times as many
-MAX_KEYS = 16 * _RANKED
+_AT_ONCE = 16384  # keys whose blocks are counted at a time while a row is ranked
+_RANKED = 131072  # for ada_bsa: keys whose blocks registers hold then
+MAX_KEYS = 128 * _AT_ONCE
 NOT_INSTALLED = "needs Triton, which is not installed here (pip install triton; torch for CUDA and ROCm brings it)"
 LOG2E = math.log2(math.e)
 _WEIGHTS: dict[object, Tensor] = {}  # of `_weights_of_whole_blocks`
@@ -437,14 +438,17 @@ def _keep_best(
     else:
         one = budgets[0]
     protected = request.k_layout.num_protected
-    wide = _RANKED // request.method.k_block
+    part = _AT_ONCE // request.method.k_block
+    is_long = columns > 64 * part  # more than a million keys
+    # as many as leave room for sixteen rows at a time, and none is spilled; on AMD GPUs there is no such option
+    registers = {} if is_long or torch.version.hip is not None else dict(maxnreg=128)
     launch(
         ranking.keep_best_kernel, batch * heads * rows,
         scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected), counts, indices, one,
         several, 1 if several is None else len(several), columns - protected if free_only else columns, protected,
         rows, columns,
-        WIDE=wide, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=1,
-        budget="number" if several is None else None,
+        PART=2 * part if is_long else part, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=1,
+        **registers, budget="number" if several is None else None,
     )  # fmt: skip
 
 

@@ -484,7 +484,12 @@ def _ranks(kept):
     each = tl.sum(packed, 1)
     several = each * 0x01010101  # a byte has the sum of those up to it
     number = several >> (8 * BYTES - 8) & 255
-    earlier = tl.cumsum(number, 0) - number
+    # what a lane holds all of is added up in place: a scan would go through shared memory
+    SETS: tl.constexpr = number.shape[0]
+    o_set = tl.arange(0, SETS)
+    earlier = tl.zeros_like(number)
+    for i in tl.static_range(SETS - 1):
+        earlier += tl.where(o_set > i, tl.sum(tl.where(o_set == i, number, 0), 0), 0)
     ranks = (tl.cumsum(packed, 1) + ((several - each)[:, None]))[:, None, :] >> shift & 255
     ranks += earlier[:, None, None]
     return tl.reshape(ranks, [kept.shape[0]]).to(tl.int32), tl.sum(number, 0).to(tl.int32)
@@ -527,7 +532,7 @@ def _row_keys(p_scores, protected, o_n, NK, FREE_ONLY: tl.constexpr):
 
 
 @triton.jit
-def _held_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.constexpr):
+def _upper_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.constexpr):
     """Upper 31 bits of the keys of N columns; 0 past the end, and nothing is read if all of them are."""
     key = tl.zeros([N], tl.uint32)
     o_n = tl.arange(0, N)
@@ -542,30 +547,23 @@ def _held_keys(p_scores, protected, first, NK, N: tl.constexpr, FREE_ONLY: tl.co
 
 
 @triton.jit
-def _not_below(key, bound):
-    """How many keys of 31 bits reach `bound`. The sign of a difference takes fewer instructions than comparing."""
-    return key.shape[0] - tl.sum((key - bound) >> 31, 0).to(tl.int32)
-
-
-@triton.jit
-def _reached(held, starts, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
+def _reached(held, p_scores, protected, number, candidates, NK, PART: tl.constexpr, FREE_ONLY: tl.constexpr):
     """-> the largest key that `number` keys reach, or any that just so many reach; and how many do.
 
-    Keys have 31 bits, and are 0 where they are no candidates. held: those of the first columns, in pieces from `starts`
-    on, so that the ones past the end take no time; the others, if there are, are read again in each step. The next
-    guess is nearer to the bound that is off by less, as their roots say, and the middle in the end: so few steps
-    usually, and never many.
+    Keys have 31 bits, and are 0 where they are no candidates. held: those of the first columns, PART by PART, so that
+    the ones past the end take no time; the others, if there are, are read again in each step. The next guess is nearer
+    to the bound that is off by less, as their roots say, and the middle in the end: so few steps usually, and never
+    many. Lanes count by themselves as long as they can: adding them up takes as long as a hundred instructions.
     """
-    WIDE: tl.constexpr = 4 * PART
-    low, high = tl.min(held[0] - 1, 0), tl.max(held[0], 0)
+    HELD: tl.constexpr = len(held) * PART
+    b_low, b_high = held[0] - 1, held[0]
     for i in tl.static_range(1, len(held)):
-        if starts[i] < NK:
-            low, high = tl.minimum(low, tl.min(held[i] - 1, 0)), tl.maximum(high, tl.max(held[i], 0))
-    for first in range(WIDE, NK, PART):
+        b_low, b_high = tl.minimum(b_low, held[i] - 1), tl.maximum(b_high, held[i])
+    for first in range(HELD, NK, PART):
         key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
         key = key >> 1
-        low, high = tl.minimum(low, tl.min(key - 1, 0)), tl.maximum(high, tl.max(key, 0))
-    low, high = low + 1, high + 1
+        b_low, b_high = tl.minimum(b_low, key - 1), tl.maximum(b_high, key)
+    low, high = tl.min(b_low, 0) + 1, tl.max(b_high, 0) + 1
     at_low, at_high = tl.full([], candidates, tl.int32), tl.full([], 0, tl.int32)
     reach = at_low
     step = 0
@@ -574,13 +572,13 @@ def _reached(held, starts, p_scores, protected, number, candidates, NK, PART: tl
         share = tl.where(step > 12, 0.5, above / (above + below))
         guess = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        reach = _not_below(held[0], guess)
+        b_less = (held[0] - guess) >> 31  # 1 below it: the sign of a difference takes less than comparing
         for i in tl.static_range(1, len(held)):
-            if starts[i] < NK:
-                reach += _not_below(held[i], guess)
-        for first in range(WIDE, NK, PART):
+            b_less += (held[i] - guess) >> 31
+        for first in range(HELD, NK, PART):
             key, _ = _row_keys(p_scores, protected, first + tl.arange(0, PART), NK, FREE_ONLY)
-            reach += _not_below(key >> 1, guess)
+            b_less += ((key >> 1) - guess) >> 31
+        reach = tl.maximum(tl.cdiv(NK, PART) * PART, HELD) - tl.sum(b_less, 0).to(tl.int32)
         enough = reach >= number
         low, at_low = tl.where(enough, guess, low), tl.where(enough, reach, at_low)
         high, at_high = tl.where(enough, high, guess), tl.where(enough, at_high, reach)
@@ -614,34 +612,35 @@ def _last_of_equals(p_scores, protected, kth, number, NK, PART: tl.constexpr, FR
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def keep_best_kernel(
     scores, protected_rows, protected_columns, counts, indices, number, numbers, heads, candidates, protected, NQ, NK,
-    WIDE: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
+    PART: tl.constexpr, PER_HEAD: tl.constexpr, FREE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """rf_v2: the `number` best columns of each row and the protected blocks. `indices` may be the scores' memory.
 
-    The first WIDE columns of a row are held in registers while it is ranked, all others are read PART by PART; there
-    may be 64 * PART. PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those not
-    protected. candidates: how many columns those are; protected: how many are.
+    The first 5 * PART columns of a row are held in registers while it is ranked, all others are read PART by PART;
+    there may be 64 * PART. PER_HEAD: numbers int32 [heads], by head or by batch and head. FREE_ONLY: the best of those
+    not protected. candidates: how many columns those are; protected: how many are.
     """
-    PART: tl.constexpr = WIDE // 4
     row = tl.program_id(0).to(tl.int64)
     p_scores = scores + row * NK
     if PER_HEAD:
         number = tl.load(numbers + row // NQ % heads)
     number = tl.minimum(number, candidates)
-    starts: tl.constexpr = (0, 2 * PART, 3 * PART)
-    half = _held_keys(p_scores, protected_columns, 0, NK, 2 * PART, FREE_ONLY)
-    third = _held_keys(p_scores, protected_columns, 2 * PART, NK, PART, FREE_ONLY)
-    fourth = _held_keys(p_scores, protected_columns, 3 * PART, NK, PART, FREE_ONLY)
-    kth, reach = _reached(
-        (half, third, fourth), starts, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY
-    )  # fmt: skip
+    held = (
+        _upper_keys(p_scores, protected_columns, 0, NK, PART, FREE_ONLY),
+        _upper_keys(p_scores, protected_columns, PART, NK, PART, FREE_ONLY),
+        _upper_keys(p_scores, protected_columns, 2 * PART, NK, PART, FREE_ONLY),
+        _upper_keys(p_scores, protected_columns, 3 * PART, NK, PART, FREE_ONLY),
+        _upper_keys(p_scores, protected_columns, 4 * PART, NK, PART, FREE_ONLY),
+    )
+    kth, reach = _reached(held, p_scores, protected_columns, number, candidates, NK, PART, FREE_ONLY)
     parts = tl.cdiv(NK, PART)
     o_n = tl.arange(0, PART)
     flags = tl.zeros([PART], tl.int64)
-    bound, end, again = kth * 2 - 1, 0, tl.minimum(parts, 4)  # parts from there on are read again
+    bound, end, again = kth * 2 - 1, 0, tl.minimum(parts, len(held))  # parts from there on are read again
     if reach == number:
-        kept = (tl.reshape(half, [2, PART]) > kth - 1).to(tl.int32) << tl.arange(0, 2)[:, None]
-        kept = tl.sum(kept, 0) | ((third > kth - 1).to(tl.int32) << 2) | ((fourth > kth - 1).to(tl.int32) << 3)
+        kept = (held[0] > kth - 1).to(tl.int32)
+        for i in tl.static_range(1, len(held)):
+            kept = kept | ((held[i] > kth - 1).to(tl.int32) << i)
         flags = kept.to(tl.int64)
     else:  # the last bit, and the index, decide
         bound, end = _last_of_equals(p_scores, protected_columns, kth, number, NK, PART, FREE_ONLY)
