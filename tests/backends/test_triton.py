@@ -158,7 +158,8 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
 
 def score_rounding(q, k, scale, *rest, predictor="mean"):
     """[B, H, NQ, NK]: a few roundings of the terms that a score is the sum of."""
-    if predictor != "submeans":
+    assert predictor in ("mean", "submeans"), f"nothing is known of the rounding of {predictor!r}"
+    if predictor == "mean":
         return 4 * FP32 * oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0)
     # a probability is off by as much as the worst logit, and by a few roundings more
     largest = oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest[:3], rest[3] // 4).amax().clamp(min=0.0).item()

@@ -150,7 +150,9 @@ def test_by_spread_the_higher_one_of_two_peaks_is_kept(backend, dtype, gap):
     q, k, v = (0.1 * gpu.randn(1, 2, 4096, 64, dtype=dtype, seed=i) for i in range(3))
     q[:, 1, 1280:1408, 0] = 10.0
     k[:, 1, 96:128, 0], k[:, 1, 544:576, 0] = 2 * gap, 3 * gap
-    kwargs = dict(sparse_type="rf_v2", predictor="spread", block_size=(128, 32), scale=0.1, sparsity=127 / 128)
+    kwargs = dict(
+        sparse_type="rf_v2", predictor="spread", compensate=True, block_size=(128, 32), scale=0.1, sparsity=127 / 128
+    )
     result = gpu.attend(backend, q, k, v, **kwargs, return_mask=True)
     if result is None:
         return

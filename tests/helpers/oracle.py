@@ -178,11 +178,11 @@ def spread(keys):
     return (keys - keys.mean(0)).square().sum(1).mean()
 
 
-def mean_errors(q, k, scale, order_q, order_k, keep, block_size):
-    """float64 [B, Hq, NQ, NK]: predictor="spread". What parts of 8 queries give a key block, times its spread, squared.
+def mean_errors(q, k, scale, order_q, order_k, keep, block_size, compensate=False):
+    """float64 [B, Hq, NQ, NK]: predictor="spread". What parts of 8 queries give a key block, times its spread.
 
-    The sum of all that a part gives is estimated from means of 128 keys, made of those of 32, unless it gives 32 keys
-    more than 2^60 times as much.
+    With `compensate` times its square, and the sum of all that a part gives is estimated from means of 128 keys, made
+    of those of 32, unless it gives 32 keys more than 2^60 times as much.
     """
     q_size, k_size = sides(block_size)
     a, n = q_size // 8, k_size // 32  # parts of a query block, of a key block
@@ -211,14 +211,15 @@ def mean_errors(q, k, scale, order_q, order_k, keep, block_size):
                 if not of_fours:
                     continue
                 norm = torch.stack(of_fours).logsumexp(0)
-                if row.max() - norm >= 60 * math.log(2):
+                if not compensate or row.max() - norm >= 60 * math.log(2):
                     norm = row.logsumexp(0)
                 shares = (row - norm).exp()
                 total += torch.stack([shares[n * j : n * j + n].sum() ** 2 for j in range(len(blocks))])
             for j, block in enumerate(blocks):
                 tokens = [order_k[t] for t in block if keep[b, order_k[t]]]
                 if tokens:
-                    scores[b, h, a_row, j] = total[j].sqrt() * spread(keys[b, h // shared, tokens]) ** 2
+                    far = spread(keys[b, h // shared, tokens])
+                    scores[b, h, a_row, j] = total[j].sqrt() * (far**2 if compensate else far)
     return scores
 
 

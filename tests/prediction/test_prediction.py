@@ -47,6 +47,7 @@ def rf_v2_calls(draw):
         predictor=draw(st.sampled_from(["mean", "submeans", "spread"])),
         first_frame=draw(st.sampled_from(["protected", "keys", "free"])),
         exact_budget=draw(st.booleans()),
+        compensate=draw(st.booleans()),
     )
     if draw(st.booleans()):
         kwargs["sparsity"] = [draw(st.sampled_from([0.0, 0.3, 0.5, 0.9])) for _ in range(k_heads * shared)]
@@ -84,7 +85,8 @@ def test_rf_v2_masks_agree_with_the_definition(call):
     order_k, protected_k = oracle.layout(k_len, latent_k, *shared, kwargs["first_frame"] != "free")
     keep, _ = oracle.kept_keys(attn_mask, batch, k_len)
     scale = dim**-0.5 if kwargs["scale"] is None else kwargs["scale"]
-    scores = oracle.SCORES[kwargs["predictor"]](q, k, scale, order_q, order_k, keep, kwargs["block_size"])
+    more = dict(compensate=kwargs["compensate"]) if kwargs["predictor"] == "spread" else {}
+    scores = oracle.SCORES[kwargs["predictor"]](q, k, scale, order_q, order_k, keep, kwargs["block_size"], **more)
     exact = kwargs["exact_budget"]
     expected = oracle.rf_v2_rows(scores, kwargs["sparsity"], protected_q, protected_k, exact)
     different = (mask.to_dense() != expected).any(-1)

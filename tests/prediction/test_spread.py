@@ -15,18 +15,18 @@ from rainfusion.prediction.pooling import block_means
 pytestmark = pytest.mark.timeout(1800)  # Triton's interpreter
 
 BACKENDS = ["portable", "reference", "triton"]
-FINE = dict(sparse_type="rf_v2", predictor="spread", block_size=(128, 32))
+FINE = dict(sparse_type="rf_v2", predictor="spread", block_size=(128, 32), compensate=True)
 AXIS = torch.eye(16)[0]
 
 
-def by_definition(q, k, scale, block_size, keep=None):
+def by_definition(q, k, scale, block_size, keep=None, compensate=True):
     order_q, order_k = list(range(q.shape[2])), list(range(k.shape[2]))
     keep = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if keep is None else keep
-    return oracle.mean_errors(q, k, scale, order_q, order_k, keep, block_size)
+    return oracle.mean_errors(q, k, scale, order_q, order_k, keep, block_size, compensate)
 
 
 def scores_of(backend, q, k, keep=None, **options):
-    call = request(q, k, k, keep, **dict(FINE, sparsity=0.7, **options))
+    call = request(q, k, k, keep, **{**FINE, "sparsity": 0.7, **options})
     return (triton_backend if backend == "triton" else portable).scores(call, None)
 
 
@@ -39,13 +39,14 @@ def few_keys(batch, length):
 
 @pytest.mark.parametrize("size", [1.0, 5.0])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("compensate", [False, True])
 @pytest.mark.parametrize("block_size", [(128, 32), (128, 64), 128, 64])
 @pytest.mark.parametrize("backend", ["portable", "triton"])
-def test_scores_are_those_of_the_definition(backend, block_size, masked, size):
+def test_scores_are_those_of_the_definition(backend, block_size, compensate, masked, size):
     q, k = size * randn(2, 4, 300, 16), randn(2, 2, 700, 16, seed=1)  # 22 parts of keys: the last wide mean is of two
     keep = few_keys(2, 700) if masked else None
-    found = scores_of(backend, q, k, keep, block_size=block_size)
-    expected = by_definition(q, k, 0.25, block_size, keep)
+    found = scores_of(backend, q, k, keep, block_size=block_size, compensate=compensate)
+    expected = by_definition(q, k, 0.25, block_size, keep, compensate)
     assert torch.equal(found == -torch.inf, expected == -torch.inf)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-12)
 
@@ -87,15 +88,59 @@ def test_a_head_with_a_mean_that_is_not_finite_is_looked_at_closely(kind):
     assert triton_backend._widened(means, None, 20)[1].amax(2).isfinite().tolist() == [[True, False]]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("gap", [10.0, 300.0, 1e4, 1e8])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_two_peaks_the_higher_one_is_kept(backend, gap):
-    """Both are far above wide means, so that the square of a share would be infinite: and the lower one comes first."""
-    q, k = randn(1, 1, 128, 16) + 10.0 * AXIS, 0.1 * randn(1, 1, 1024, 16, seed=1)
-    k[:, :, 96:128] += 2 * gap * AXIS + 0.5 * randn(32, 16, seed=2)  # with more spread, too
-    k[:, :, 544:576] += 3 * gap * AXIS
-    kept = predict_mask(q, k, scale=0.1, sparsity=31 / 32, **FINE, backend=backend).to_dense()
-    assert kept[0, 0, 0].nonzero().flatten().tolist() == [17]
+def test_of_two_peaks_the_higher_one_is_kept(backend, gap, sign):
+    """Both are far above wide means, so that the square of a share would be infinite: and the lower one comes first.
+
+    They are in one head of one of two clips.
+    """
+    q, k = randn(2, 2, 128, 16) + 10.0 * AXIS, 0.1 * randn(2, 2, 1024, 16, seed=1)
+    k[1, 1, 96:128] += 2 * gap * AXIS + 0.5 * randn(32, 16, seed=2)  # with more spread, too
+    k[1, 1, 544:576] += 3 * gap * AXIS
+    kept = predict_mask(q, sign * k, scale=0.1 * sign, sparsity=31 / 32, **FINE, backend=backend).to_dense()
+    assert kept[1, 1, 0].nonzero().flatten().tolist() == [17]
+
+
+@pytest.mark.parametrize("peak", [0.0, 300.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_some_heads_of_a_clip_have_the_scores_that_they_have_among_all(masked, peak):
+    """Where not all of them are scored at once, as on long videos."""
+    q, k = randn(2, 4, 200, 16), randn(2, 2, 1024, 16, seed=1)
+    k[1, 1, 544:576] += peak * AXIS + randn(32, 16, seed=2)
+    keep = None
+    if masked:
+        keep = torch.ones(2, 1024, dtype=torch.bool)
+        keep[1, 100:500], keep[0, 700:710] = False, False
+    asked = request(q, k, k, keep, **FINE, sparsity=0.5)
+    means = triton_backend._means(asked, None)
+    whole = triton_backend._rf_v2_scores(asked, means)
+    for b, heads in ((0, slice(0, 2)), (1, slice(0, 2)), (1, slice(2, 4))):
+        assert torch.equal(triton_backend._rf_v2_scores(asked, means.of(b, heads, 2))[0], whole[b, heads])
+
+
+def test_a_spread_whose_square_is_infinite_leaves_others_as_they_are():
+    """Times a share of 0 that would be NaN, which is ranked first."""
+    q, k = randn(1, 1, 128, 16), randn(1, 1, 512, 16, seed=1)
+    q[..., 0] = 0.0
+    k[..., 64:96, 1:] *= 0.0
+    k[..., 64:80, 0], k[..., 80:96, 0] = 1e10, -1e10
+    q[..., 1], k[..., 96:128, 1] = 10.0, 60.0  # its share, beside which that one is 0
+    for backend in ("triton", "portable"):
+        found = scores_of(backend, q, k)[0, 0, 0]
+        assert found.isfinite().all() and found[2] == 0
+
+
+def test_scores_do_not_depend_on_the_default_dtype():
+    q, k = randn(2, 4, 300, 16), randn(2, 2, 700, 16, seed=1)
+    expected = [scores_of(backend, q, k) for backend in ("triton", "portable")]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [scores_of(backend, q, k) for backend in ("triton", "portable")]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("gap", [1e4, 1e7, 1e9])

@@ -62,7 +62,7 @@ def part_mass(
 def part_errors(
     q_means: Tensor,
     k_means: Tensor,
-    wide: spread.Wide,
+    wide: spread.Wide | None,
     spreads: Tensor,
     scale: float,
     q_live: Tensor,
@@ -79,6 +79,9 @@ def part_errors(
     kept anyway, the others have shares as if it were not there. Only if part a gives a part of keys `spread.MOST` or
     more, norm[a] is the sum over all parts of keys: fp32 holds 16 squares of sums of four that are less. The power of
     the spread is what served best.
+
+    Without `wide`, for calls in which no mean stands for its block, norm[a] is the sum over all parts of keys, and the
+    power of the spread 1: there all of a block is lost, of which its spread says less.
     Shapes as in `part_mass`; spreads [B, Hk, NK]; -inf where block j has no key left.
     """
     batch, heads, rows, _ = q_means.shape
@@ -88,19 +91,29 @@ def part_errors(
     for b in range(batch):
         for h in range(heads):
             queries, k_head = q_means[b, h], h // shared
-            logits = _shown((queries @ wide.means[b, k_head].mT).mul_(scale))
-            top, log_sum = _log_sum(logits.add_((wide.numbers[b] / spread.TOGETHER).log()), q_live)
-            log_sum += math.log(spread.TOGETHER)
             logits = _shown((queries @ k_means[b, k_head].mT).mul_(scale)).masked_fill_(~k_live[b], -torch.inf)
-            above = logits.amax(1, keepdim=True) - (top + log_sum) >= math.log(spread.MOST)
-            if above.any():
-                own = _log_sum(logits.clone(), q_live)
-                top, log_sum = torch.where(above, own[0], top), torch.where(above, own[1], log_sum)
+            if wide is None:
+                top, log_sum = _log_sum(logits.clone(), q_live)
+            else:
+                top, log_sum = _wide_log_sum(queries, wide, b, k_head, scale, q_live)
+                above = logits.amax(1, keepdim=True) - (top + log_sum) >= math.log(spread.MOST)
+                if above.any():
+                    own = _log_sum(logits.clone(), q_live)
+                    top, log_sum = torch.where(above, own[0], top), torch.where(above, own[1], log_sum)
             shares = logits.sub_(top).sub_(log_sum).exp_().unflatten(1, (-1, k_parts)).sum(2)
-            found = shares.square_().unflatten(0, (-1, q_parts)).sum(1).sqrt_()
-            errors[b, h] = found.mul_(spreads[b, k_head].square())
+            found = shares.square_().unflatten(0, (-1, q_parts)).sum(1).sqrt_().mul_(spreads[b, k_head])
+            errors[b, h] = found if wide is None else found.mul_(spreads[b, k_head])
         errors[b].masked_fill_(~k_live[b].unflatten(0, (-1, k_parts)).any(1), -torch.inf)
     return errors
+
+
+def _wide_log_sum(
+    queries: Tensor, wide: spread.Wide, b: int, k_head: int, scale: float, live: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_log_sum` over all parts of keys of a head, estimated from wide means."""
+    logits = _shown((queries @ wide.means[b, k_head].mT).mul_(scale))
+    top, log_sum = _log_sum(logits.add_((wide.numbers[b].float() / spread.TOGETHER).log()), live)
+    return top, log_sum + math.log(spread.TOGETHER)
 
 
 def _log_sum(logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,10 @@ def _rf_v2_scores(request: Request) -> Tensor:
     rest = request.scale, q_live, k_live, q_parts, k_parts
     if not method.spreads:
         return part_mass(q_means, k_means, *rest)
-    wide = spread.widened(k_means.to(dtype), k_live)
-    wide = wide._replace(means=wide.means.float())
+    wide = None
+    if method.compensate:
+        wide = spread.widened(k_means.to(dtype), k_live)
+        wide = wide._replace(means=wide.means.float())
     return part_errors(q_means, k_means, wide, spread.of_keys(k, k_layout, keep), *rest)
 
 

@@ -232,7 +232,7 @@ class _Means(NamedTuple):
     k: Tensor  # [B, Hk, NK * k_parts, D]
     live: Tensor | None  # bool [B, NK * k_parts]: blocks, or parts, with a key left; None: all have one but for padding
     spreads: Tensor | None  # fp32 [B, Hk, NK], with predictor="spread"
-    wide: Tensor | None  # [B, Hk, W, D], likewise: `spread.Wide`
+    wide: Tensor | None  # [B, Hk, W, D], with spreads where means stand for blocks: `spread.Wide`
     farthest: Tensor | None  # fp32 [B, Hk, pieces], likewise: the largest distances of means from their wide ones
     numbers: Tensor | None  # uint8 [B, W], likewise, if `live` is not None
 
@@ -294,10 +294,9 @@ def _means(request: Request, keys: Keys | None) -> _Means:
     else:
         k_means, spreads = keys.means, keys.spreads
     live = None if keep is None else live_blocks(request.k_layout, keep, method.k_parts)
-    found = (
-        _widened(k_means, live, _present(request.k_layout, method.k_parts)) if method.spreads else (None, None, None)
-    )
-    return _Means(q_means, k_means, live, spreads, *found)
+    if not (method.spreads and method.compensate):
+        return _Means(q_means, k_means, live, spreads, None, None, None)
+    return _Means(q_means, k_means, live, spreads, *_widened(k_means, live, _present(request.k_layout, method.k_parts)))
 
 
 def _widened(means: Tensor, live: Tensor | None, present: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -370,13 +369,14 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
     )  # fmt: skip
     if tile.registers is not None:
         sizes["maxnreg"] = tile.registers
-    if means.wide is None or means.farthest is None:
+    if means.spreads is None:
         launch(ranking.part_mass_kernel, programs, means.q, means.k, live, found, *places, *lengths, **sizes)
     else:
+        groups, pieces = (0 if x is None else x.shape[2] for x in (means.wide, means.farthest))
         launch(
             ranking.part_error_kernel, programs,
             means.q, means.k, means.wide, means.farthest, live, means.numbers, means.spreads, found, *places,
-            means.wide.shape[2], means.farthest.shape[2], *lengths,
+            groups, pieces, *lengths,
             **sizes, PER_WIDE=spread.TOGETHER,
         )  # fmt: skip
     if means.live is not None:

@@ -149,10 +149,11 @@ def _careful(b_s, scale, live, o_n, parts, EACH: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def _below_largest(b_s, b_base):
-    """b_s - b_base, 0 where logits are so large that only their rounding is between them and b_base, the largest.
+    """b_s - b_base, 0 where logits are so large that only their rounding is between them and b_base.
 
-    A product that is transposed may add up its channels in another order. Where logits are 1e9 a last bit of them is
-    the difference between all of the mass and none.
+    That is the largest of a row, or of its wide means, by a product that is not transposed and may add up its channels
+    in another order. Where logits are 1e9 a last bit of them is the difference between all of the mass and none. So
+    parts beside a wide mean that is as large are not told apart from 1e6 on.
     """
     b_s = b_s - b_base
     rounding = tl.maximum(tl.abs(b_base) * 2.0**-16 - 1.0, 0.0)  # 0 up to 65536
@@ -331,7 +332,8 @@ def part_error_kernel(
 
     The first walk is over `wide`, for what shares are normalised by, the second over all parts. A logit is at most
     |q| * farthest above that of its wide mean: only if a share might reach 2^60 there is a walk over all parts between,
-    and rows that have such a share are normalised by that.
+    and rows that have such a share are normalised by that. Without `wide` the first is over all parts, and the power of
+    the spreads 1.
     """
     MOST: tl.constexpr = 60.0
     pid = tl.program_id(0).to(tl.int64)
@@ -346,24 +348,28 @@ def part_error_kernel(
     p_k = k_means + k_bh * NK * K_PARTS * D
     p_live, p_numbers = live, numbers
     if live is not None:
-        p_live, p_numbers = live + b * NK * K_PARTS, numbers + b * W
+        p_live = live + b * NK * K_PARTS
+    if numbers is not None:
+        p_numbers = numbers + b * W
     m_row = o_m < parts_q
-    b_size = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
-    above = tl.max(tl.where(b_size == b_size, b_size, float("inf")), 0)
-    far = tl.full([], 0.0, tl.float32)
-    for first in range(0, pieces, 32):
-        o_f = first + tl.arange(0, 32)
-        far = tl.maximum(far, tl.max(tl.load(farthest + k_bh * pieces + o_f, mask=o_f < pieces, other=0.0), 0))
-    above = tl.sqrt(above) * far * tl.abs(scale_log2)
-    b_base, b_log, careful = _part_sums(
-        b_q, wide + k_bh * W * D, p_numbers, parts_k, scale_log2, m_row, D, BN, PER_WIDE, PRECISION
-    )  # fmt: skip
-    b_log += tl.math.log2(1.0 * PER_WIDE)
-    if (above < MOST) == 0:
-        b_top, b_sum, large = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
-        careful = careful | large  # what parts have may be gone from their mean
-        m_above = b_top - (b_base + b_log) >= MOST
-        b_base, b_log = tl.where(m_above, b_top, b_base), tl.where(m_above, b_sum, b_log)
+    if wide is None:
+        b_base, b_log, careful = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
+    else:
+        above = tl.max(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1), 0)  # rows with NaN show in the first walk
+        far = tl.full([], 0.0, tl.float32)
+        for first in range(0, pieces, 32):
+            o_f = first + tl.arange(0, 32)
+            far = tl.maximum(far, tl.max(tl.load(farthest + k_bh * pieces + o_f, mask=o_f < pieces, other=0.0), 0))
+        above = tl.sqrt(above) * far * tl.abs(scale_log2)
+        b_base, b_log, careful = _part_sums(
+            b_q, wide + k_bh * W * D, p_numbers, parts_k, scale_log2, m_row, D, BN, PER_WIDE, PRECISION
+        )  # fmt: skip
+        b_log += tl.math.log2(1.0 * PER_WIDE)
+        if (above < MOST) == 0:
+            b_top, b_sum, large = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, m_row, D, BN, 1, PRECISION)
+            careful = careful | large  # what parts have may be gone from their mean
+            m_above = b_top - (b_base + b_log) >= MOST
+            b_base, b_log = tl.where(m_above, b_top, b_base), tl.where(m_above, b_sum, b_log)
     whole = tl.where(careful, 0, parts_k // BN * BN)
     o_i = tile * (BM // PARTS) + _lane_blocks(BM, PARTS)
     for CAREFUL in tl.static_range(0 if live is None else 1, 2):
@@ -375,7 +381,9 @@ def part_error_kernel(
             o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
             m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
             b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
-            b_error = tl.sqrt(_lane_sums(b_p * b_p, PARTS)) * (b_spread * b_spread)[:, None]
+            b_error = tl.sqrt(_lane_sums(b_p * b_p, PARTS)) * b_spread[:, None]
+            if wide is not None:  # by itself: its square may be infinite
+                b_error *= b_spread[:, None]
             tl.store(errors + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_error, mask=m_out)
 
 
