@@ -135,7 +135,8 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
             number = max(1, oracle.budget(len(protected_k), share))
             number = oracle.free_budget(protected_q, protected_k, share) if exact else number
             last[:, h] = ranked[:, h].sort(-1, descending=True).values[..., number - 1]
-        rounding = score_rounding(q, k, scale, *rest, predictor=kwargs.get("predictor")).amax(-1, keepdim=True)
+        rounding = score_rounding(q, k, scale, *rest, predictor=kwargs.get("predictor", "mean"))
+        rounding = rounding.amax(-1, keepdim=True)
         undecided = (scores - last.unsqueeze(-1)).abs() <= 2 * rounding  # False where both are -inf: a tie
         assert not (wrong & ~undecided).any()
     elif kwargs.get("sparse_type") == "ada_bsa":
@@ -158,12 +159,12 @@ def assert_chooses(mask, q, k, attn_mask=None, **kwargs):
 
 def score_rounding(q, k, scale, *rest, predictor="mean"):
     """[B, H, NQ, NK]: a few roundings of the terms that a score is the sum of."""
-    assert predictor in ("mean", "submeans"), f"nothing is known of the rounding of {predictor!r}"
     if predictor == "mean":
         return 4 * FP32 * oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest).clamp(min=0.0)
     # a probability is off by as much as the worst logit, and by a few roundings more
-    largest = oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest[:3], rest[3] // 4).amax().clamp(min=0.0).item()
-    return 16 * FP32 * (1.0 + largest) * oracle.part_mass(q, k, scale, *rest).clamp(min=0.0)
+    part = rest[3] // 4 if predictor == "submeans" else (8, 32)
+    largest = oracle.mean_scores(q.abs(), k.abs(), abs(scale), *rest[:3], part).amax().clamp(min=0.0).item()
+    return 16 * FP32 * (1.0 + largest) * oracle.SCORES[predictor](q, k, scale, *rest).clamp(min=0.0)
 
 
 def mass_rounding(q, k, scale, keep):
