@@ -440,15 +440,17 @@ def _keep_best(
     protected = request.k_layout.num_protected
     part = _AT_ONCE // request.method.k_block
     is_long = columns > 64 * part  # more than a million keys
-    # as many as leave room for sixteen rows at a time, and none is spilled; on AMD GPUs there is no such option
-    registers = {} if is_long or torch.version.hip is not None else dict(maxnreg=128)
+    # one warp has a row, and registers for sixteen rows at a time; AMD GPUs with 32 lanes to a warp have too few
+    sizes = dict(num_warps=1 if torch.version.hip is None else 2)
+    if torch.version.hip is None and not is_long:
+        sizes["maxnreg"] = 128
     launch(
         ranking.keep_best_kernel, batch * heads * rows,
         scores, as_bytes(request.q_layout.protected), as_bytes(request.k_layout.protected), counts, indices, one,
         several, 1 if several is None else len(several), columns - protected if free_only else columns, protected,
         rows, columns,
-        PART=2 * part if is_long else part, PER_HEAD=several is not None, FREE_ONLY=free_only, num_warps=1,
-        **registers, budget="number" if several is None else None,
+        PART=2 * part if is_long else part, PER_HEAD=several is not None, FREE_ONLY=free_only, **sizes,
+        budget="number" if several is None else None,
     )  # fmt: skip
 
 
