@@ -360,25 +360,21 @@ def _part_scores(request: Request, means: _Means) -> Tensor:
     live = None if means.live is None else as_bytes(means.live)
     tile = tuning.part_tile(_capability(means.q), _padded(head_dim), means.q.dtype.itemsize)
     programs = batch * heads * math.ceil(rows * parts / tile.queries)
-    places = request.scale * LOG2E, heads, request.gqa_ratio, rows, columns
-    lengths = _present(q_layout, parts), _present(k_layout, k_parts)
     sizes = dict(
-        D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, BM=tile.queries, BN=tile.keys,
+        D=head_dim, D_PAD=_padded(head_dim), PARTS=parts, K_PARTS=k_parts, PER_WIDE=spread.TOGETHER,
+        BM=tile.queries, BN=tile.keys,
         # products of tf32: means of 32 tokens say less than their eleven bits
         PRECISION=_products(means.q, 1), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.registers is not None:
         sizes["maxnreg"] = tile.registers
-    if means.spreads is None:
-        launch(ranking.part_mass_kernel, programs, means.q, means.k, live, found, *places, *lengths, **sizes)
-    else:
-        groups, pieces = (0 if x is None else x.shape[2] for x in (means.wide, means.farthest))
-        launch(
-            ranking.part_error_kernel, programs,
-            means.q, means.k, means.wide, means.farthest, live, means.numbers, means.spreads, found, *places,
-            groups, pieces, *lengths,
-            **sizes, PER_WIDE=spread.TOGETHER,
-        )  # fmt: skip
+    groups, pieces = (0 if x is None else x.shape[2] for x in (means.wide, means.farthest))
+    launch(
+        ranking.part_scores_kernel, programs,
+        means.q, means.k, means.wide, means.farthest, live, means.numbers, means.spreads, found,
+        request.scale * LOG2E, heads, request.gqa_ratio, rows, columns, groups, pieces,
+        _present(q_layout, parts), _present(k_layout, k_parts), **sizes,
+    )  # fmt: skip
     if means.live is not None:
         found.masked_fill_(~means.live.unflatten(1, (columns, k_parts)).any(2)[:, None, None], -torch.inf)
     return found

@@ -232,45 +232,6 @@ def _shares(
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
-def part_mass_kernel(
-    q_means, k_means, live, mass, scale_log2, H, SHARED, NQ, NK, parts_q, parts_k,
-    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """mass[i, j] = sum over the parts a of block i, b of block j of softmax_b(scale * q_means[a] . k_means[b]).
-
-    means [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not
-    padding; live uint8 [B, NK * K_PARTS]: parts with a key left, or None -> fp32 [B, H, NQ, NK].
-
-    One program has BM parts of q. It walks over k twice: once for the softmax's normaliser, once for the masses.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(NQ * PARTS, BM)
-    bh, tile = pid // tiles_m, pid % tiles_m
-    b, h = bh // H, bh % H
-    o_m = tile * BM + _lane_rows(BM, PARTS)
-    o_d = tl.arange(0, D_PAD)
-    p_q = q_means + (bh * NQ * PARTS + o_m)[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_q, mask=(o_m < NQ * PARTS)[:, None] & (o_d < D)[None, :], other=0.0)
-    p_k = k_means + (b * (H // SHARED) + h // SHARED) * NK * K_PARTS * D
-    p_live = live
-    if live is not None:
-        p_live = live + b * NK * K_PARTS
-    b_base, b_log, careful = _part_sums(b_q, p_k, p_live, parts_k, scale_log2, o_m < parts_q, D, BN, 1, PRECISION)
-    whole = tl.where(careful, 0, parts_k // BN * BN)
-    o_i = tile * (BM // PARTS) + _lane_blocks(BM, PARTS)
-    for CAREFUL in tl.static_range(0 if live is None else 1, 2):
-        for first in range(whole if CAREFUL else 0, parts_k if CAREFUL else whole, BN):
-            o_n = first + _near_rows(BN, K_PARTS)
-            b_p = _shares(
-                b_q, p_k, p_live, o_n, o_d, parts_k, scale_log2, b_base, b_log, D, K_PARTS, CAREFUL == 1, PRECISION
-            )  # fmt: skip
-            o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
-            m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
-            tl.store(mass + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], _lane_sums(b_p, PARTS), mask=m_out)
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def widen_kernel(
     means, live, wide, farthest, N, W, H, parts_k, D: tl.constexpr, D_PAD: tl.constexpr, PER_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -318,22 +279,25 @@ def _has_key(live, start, o_n, parts_k):
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
-def part_error_kernel(
-    q_means, k_means, wide, farthest, live, numbers, spreads, errors, scale_log2, H, SHARED, NQ, NK, W, pieces,
+def part_scores_kernel(
+    q_means, k_means, wide, farthest, live, numbers, spreads, scores, scale_log2, H, SHARED, NQ, NK, W, pieces,
     parts_q, parts_k,
     D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, K_PARTS: tl.constexpr, PER_WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """errors[i, j] = spreads[j]^2 * |share[a, j] over the parts a of block i|, see `predictors.part_errors`.
+    """scores[i, j] = sum over the parts a of block i of share[a, j], fp32 [B, H, NQ, NK]: `predictors.part_mass`.
 
-    Means, parts and live as for `part_mass_kernel`; wide [B, Hk, W, D] and farthest [B, Hk, pieces]: see
-    `widen_kernel`; numbers uint8 [B, W]: how many parts of a wide mean have a key, given with `live`; spreads fp32
-    [B, Hk, NK].
+    share[a, j] = sum over the parts b of block j of softmax_b(scale * q_means[a] . k_means[b]). With spreads fp32
+    [B, Hk, NK] the root of the sum of their squares, times spreads[j]; with `wide`, too, from which shares are
+    normalised then, times its square: `predictors.part_errors`.
 
-    The first walk is over `wide`, for what shares are normalised by, the second over all parts. A logit is at most
-    |q| * farthest above that of its wide mean: only if a share might reach 2^60 there is a walk over all parts between,
-    and rows that have such a share are normalised by that. Without `wide` the first is over all parts, and the power of
-    the spreads 1.
+    means [B, H, NQ * PARTS, D] and [B, Hk, NK * K_PARTS, D]; parts_q and parts_k: how many of them are not padding;
+    live uint8 [B, NK * K_PARTS]: parts with a key left, or None. wide [B, Hk, W, D], farthest [B, Hk, pieces]: see
+    `widen_kernel`; numbers uint8 [B, W]: how many parts of a wide mean have a key, given with `live`.
+
+    One program has BM parts of q. It walks over all parts of keys, or over `wide`, for what shares are normalised by,
+    and then over all parts. A logit is at most |q| * farthest above that of its wide mean: only if a share might reach
+    2^60 there is a walk over all parts between, and rows that have such a share are normalised by that.
     """
     MOST: tl.constexpr = 60.0
     pid = tl.program_id(0).to(tl.int64)
@@ -380,11 +344,14 @@ def part_error_kernel(
             )  # fmt: skip
             o_j = first // K_PARTS + tl.arange(0, BN // K_PARTS)
             m_out = (o_i < NQ)[None, :] & (o_j < NK)[:, None]
-            b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
-            b_error = tl.sqrt(_lane_sums(b_p * b_p, PARTS)) * b_spread[:, None]
-            if wide is not None:  # by itself: its square may be infinite
-                b_error *= b_spread[:, None]
-            tl.store(errors + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_error, mask=m_out)
+            if spreads is None:
+                b_score = _lane_sums(b_p, PARTS)
+            else:
+                b_spread = tl.load(spreads + k_bh * NK + o_j, mask=o_j < NK, other=0.0)
+                b_score = tl.sqrt(_lane_sums(b_p * b_p, PARTS)) * b_spread[:, None]
+                if wide is not None:  # by itself: its square may be infinite
+                    b_score *= b_spread[:, None]
+            tl.store(scores + (bh * NQ + o_i)[None, :] * NK + o_j[:, None], b_score, mask=m_out)
 
 
 @triton.jit
